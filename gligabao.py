@@ -1,0 +1,3040 @@
+"""gligabao hands a trained model to your own code.
+
+It fetches the model's files from where they were trained (a sidecar in front of the storage), verifies
+every byte, calls a *deployer*, a function of yours, with the directory that holds them, and keeps a
+record of each deployment, failures included, in SQLite or PostgreSQL.
+
+    import gligabao
+
+    def bucket(ctx, req):
+        "Upload the model's files to the releases bucket."
+        for file in req.model.files:
+            upload(req.dir / file.path, f"deploy-{req.deploy_id}/{file.path}")
+        return gligabao.DeployTrainedModelResult(ref=f"deploy-{req.deploy_id}")
+
+    gligabao.serve(training=True, sidecar="http://trainer:7879",
+                   trained_model_deployers={"bucket": bucket})
+
+A deployment is one request, `POST /v1/gb/training/models/{id}/deployments`, and eight steps:
+
+    1. look up the trained model             HTTP room, 404
+    2. check the deployer and the options    deploy_model, 400
+    3. record the deployment as running      deploy_model -> store
+    4. fetch and verify the files            fetch_model_files -> the fetcher
+    5. call the deployer                     deploy_model -> your code
+    6. record how it ended                   deploy_model -> store
+    7. emit the system event                 deploy_model -> your hook
+    8. answer with the stored deployment     HTTP room, 200 or 502
+
+The file reads bottom-up: a definition uses only what stands above it. Its rooms, each under a banner
+of its own, are: limits; errors and types; context; wire; deployers; store; files; sidecar; fetch;
+deployment; page; HTTP; server; command line.
+
+Needs Python 3.11 or later, on Linux or macOS, and nothing but the standard library (psycopg 3 when the
+database is PostgreSQL). MIT licence; a vendored copy is this one file, unchanged. Home:
+https://github.com/deepblue-phoenix/gligabao
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import collections
+import contextlib
+import copy
+import dataclasses
+import datetime
+import errno
+import fcntl
+import functools
+import hashlib
+import hmac
+import http
+import http.client
+import http.server
+import io
+import ipaddress
+import json
+import logging
+import math
+import os
+import queue
+import re
+import select
+import shutil
+import signal
+import socket
+import sqlite3
+import stat
+import sys
+import tempfile
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, ClassVar, NoReturn, Protocol, Self, TypeVar
+
+__version__ = "0.1.0"
+__all__ = [
+    "Cancelled",
+    "Context",
+    "DeployRequest",
+    "DeployTrainedModelFunc",
+    "DeployTrainedModelRequest",
+    "DeployTrainedModelResult",
+    "ModelFileFetcher",
+    "Progress",
+    "Server",
+    "SidecarClient",
+    "SystemEvent",
+    "TrainedModel",
+    "TrainedModelDeployer",
+    "TrainedModelFile",
+    "TrainingError",
+    "deploy_model",
+    "fetch_model_files",
+    "main",
+    "model_dir",
+    "open_store",
+    "resolve_deployers",
+    "serve",
+]
+
+# ---- limits --------------------------------------------------------------------------------------
+# What users meet and tests shorten; read when used. A number that one rule needs stands beside it.
+
+CONNECT_TIMEOUT_S = 10  # a sidecar that is up answers a connection in milliseconds
+STALL_TIMEOUT_S = 60  # storage behind a sidecar may take its time to wake up, not longer
+FETCH_TIMEOUT_S = 30 * 60  # the whole fetch of one model, once it holds the directory
+IDLE_TIMEOUT_S = (
+    30  # a request to become whole, a kept connection to ask again, an answer to be read
+)
+STOP_GRACE_S = 10  # what a stopping server leaves its running deployments
+RETRY_PAUSES_S = (
+    0.2,
+    0.4,
+    0.8,
+    1.6,
+)  # between attempts that get no further; one more attempt than pauses
+BUSY_TIMEOUT_S = 10  # waiting for a database that somebody else has locked
+FINISH_TIMEOUT_S = 30  # trying to record how a deployment ended
+LOOK_INTERVAL_S = 0.2  # how often a server looks for clients that left and deadlines that passed
+BLOCK_BYTES = (
+    256 * 1024
+)  # one read of a file or of the network: small enough for the cache of a core
+
+SERVER_STOPPING = "the server is stopping"
+CLIENT_LEFT = "the client disconnected"
+
+log = logging.getLogger("gligabao")
+log.addHandler(
+    logging.NullHandler()
+)  # embedded, it says nothing until the program configures logging
+
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+def _escape_controls(record: logging.LogRecord) -> bool:
+    """Keep one event on one line, and foreign control characters out of a terminal."""
+    text = record.getMessage()
+    record.msg = _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    record.args = ()
+    return True
+
+
+log.addFilter(_escape_controls)
+
+# ---- errors and types ----------------------------------------------------------------------------
+# Knows the nouns, their JSON and what can go wrong; knows nobody. May use: limits.
+
+Json = dict[str, Any]
+
+
+class Cancelled(Exception):
+    """Raised by work whose context was cancelled; its text is the reason."""
+
+
+class TrainingError(Exception):
+    """A deployment, or a step of one, that cannot go on.
+
+    `kind` says whose fault it is: `invalid` the caller's (400), `upstream` the sidecar's, the files' or
+    the deployer's (502), `internal` the records' (500), `unavailable` no sidecar is configured (503).
+    `deployment` is the stored deployment when the failure was recorded, else None.
+    """
+
+    def __init__(self, kind: str, text: str, deployment: Json | None = None) -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.deployment = deployment
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedModelFile:
+    """One file of a trained model: its path below the model's directory, its size, its digest ("" if unknown)."""
+
+    path: str
+    size_bytes: int
+    sha256: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedModel:
+    """A model that a training job left on the sidecar's storage; `path` is where, `created_at` when recorded."""
+
+    id: int
+    name: str
+    job_id: str
+    base_model: str = ""
+    model_size: str = ""
+    dataset: str = ""
+    num_examples: int = 0
+    num_train_steps: int = 0
+    final_loss: float | None = None
+    params: Json = dataclasses.field(default_factory=dict)
+    path: str = ""
+    files: tuple[TrainedModelFile, ...] = ()
+    created_at: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeployTrainedModelRequest:
+    """What a deployer receives.
+
+    `dir` is the absolute directory that holds the model's files, complete and verified, at the paths
+    of `model.files`. It is shared with later deployments: read only. `deploy_id` is unique to this
+    call. `options` are the request's, None if it gave none. All but the files are the deployer's own.
+    """
+
+    deploy_id: int
+    model: TrainedModel
+    dir: Path
+    options: Json | None
+
+
+@dataclasses.dataclass(frozen=True)
+class DeployTrainedModelResult:
+    """What a deployer returns: what it made, in its own terms, and a JSON object of anything worth keeping."""
+
+    ref: str = ""
+    details: Json | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DeployRequest:
+    """What a caller of `deploy_model` asks for: a deployer's name and the options for it."""
+
+    deployer: str
+    options: Json | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SystemEvent:
+    """Something that happened: `training.model_deploy.completed` or `.failed`, and its fields."""
+
+    type: str
+    fields: Json
+
+
+SystemEventHook = Callable[[SystemEvent], object]
+
+
+def _encode_json(value: object) -> str:
+    """Return `value` as compact JSON that every strict parser reads back.
+
+    Raises ValueError for what JSON has no form for: NaN, cycles, keys that are no strings, other
+    types, lone surrogates, more than 300 levels.
+    """
+    too_deep = "nested deeper than 300 levels"
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text.encode()
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    except UnicodeEncodeError:
+        raise ValueError("a string holds a lone surrogate") from None
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    level: list[Any] = [value]
+    for _ in range(300):
+        dicts = [node for node in level if isinstance(node, dict)]
+        if any(not isinstance(key, str) for node in dicts for key in node):
+            raise ValueError("a key is not a string")
+        level = [child for node in dicts for child in node.values()] + [
+            child for node in level if isinstance(node, list | tuple) for child in node
+        ]
+        if not level:
+            return text
+    if any(isinstance(node, dict | list | tuple) for node in level):
+        raise ValueError(too_deep)
+    return text
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return number
+
+
+_JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+
+
+def _decode_json(data: bytes) -> Any:
+    """Return the value of strict JSON in UTF-8; raises ValueError that says what is wrong with it."""
+    try:
+        value = _JSON.decode(data.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise ValueError("nested deeper than 300 levels") from None
+    _encode_json(value)
+    return value
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 10_000 else text[:9_999] + "…"
+
+
+def _text_of(error: BaseException) -> str:
+    """Return the exception's text, its class name where it has none, cut to 10,000 characters."""
+    try:
+        text = str(error) or type(error).__name__
+    except Exception:  # foreign code: __str__ may do anything
+        text = type(error).__name__
+    return _cut(text)
+
+
+class _Writer(Protocol):
+    """What a fetcher writes one file to: `size` bytes in all, of which it holds the first `received`."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def received(self) -> int: ...
+
+    def write(self, data: bytes) -> None:
+        """Take the next bytes; raises TrainingError when more than `size` come."""
+
+    def restart(self) -> None:
+        """Forget what was received."""
+
+
+# ---- context -------------------------------------------------------------------------------------
+# Knows cancellation, and neither who cancels nor what is cancelled. May use: types.
+
+
+class Context:
+    """Tells work that nobody waits for it any more.
+
+    A deployer looks at `cancelled`, waits with `wait` instead of sleeping, and calls
+    `raise_if_cancelled` between its steps. `reason` says why. Safe for use from any thread.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.abandoned = (
+            False  # set when even the answer to the cancellation is no longer waited for
+        )
+        self._event = threading.Event()
+        self._acts: list[Callable[[], object]] = []
+        self._guard = threading.Lock()  # guards reason and _acts; held for a few instructions
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the work should end."""
+        return self._event.is_set()
+
+    def cancel(self, reason: str) -> None:
+        """Ask the work to end; the first reason stays."""
+        with self._guard:
+            if self._event.is_set():
+                return
+            self.reason = reason
+            self._event.set()
+            acts = list(self._acts)
+        for act in acts:
+            act()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Sleep up to `timeout` seconds (None: without end); return True as soon as it is cancelled."""
+        return self._event.wait(timeout)
+
+    def raise_if_cancelled(self) -> None:
+        """Raise Cancelled with the reason, if there is one."""
+        if self.cancelled:
+            raise Cancelled(self.reason)
+
+    @contextlib.contextmanager
+    def on_cancel(self, act: Callable[[], object]) -> Iterator[None]:
+        """Call `act`, which must not raise or wait, if the work is cancelled in this block (or was before)."""
+        with self._guard:
+            late = self._event.is_set()
+            self._acts.append(act)
+        try:
+            if late:
+                act()
+            yield
+        finally:
+            with self._guard:
+                self._acts.remove(act)
+
+    @contextlib.contextmanager
+    def inner(self, limit_s: float | None = None) -> Iterator[Context]:
+        """Yield a context that is cancelled with this one, after `limit_s` seconds, or alone."""
+        inner = Context()
+        timer = threading.Timer(limit_s or 0, inner.cancel, [f"it took longer than {limit_s} s"])
+        timer.daemon = True
+        if limit_s is not None:
+            timer.start()
+        try:
+            with self.on_cancel(lambda: inner.cancel(self.reason)):
+                yield inner
+        finally:
+            timer.cancel()
+
+
+# ---- wire ----------------------------------------------------------------------------------------
+# Knows HTTP/1.1: framing, deadlines, who may come in, one write an answer, errors as JSON. Knows no
+# route: each server gives a table of them. May use: context, types.
+
+MAX_BODY_BYTES = 1024 * 1024  # options are 64 KiB at most; a model with thousands of files fits too
+_STATUS_OF_KIND = {"invalid": 400, "upstream": 502, "internal": 500, "unavailable": 503}
+# Without POLLRDHUP (macOS) a client that pipelined a request hides its leaving behind those bytes.
+_LEAVING = getattr(select, "POLLRDHUP", select.POLLIN)
+
+
+class _Refusal(Exception):
+    """A request that is answered with an error: status, text, headers; `close` ends the connection."""
+
+    def __init__(
+        self, status: int, text: str, *, close: bool = False, headers: Mapping[str, str] = {}
+    ) -> None:
+        super().__init__(text)
+        self.status, self.close, self.headers = status, close, headers
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+    """An answer's status, bytes and headers; `part` is (file, offset, count) where the bytes are a file's."""
+
+    status: int
+    body: bytes = b""
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    part: tuple[BinaryIO, int, int] | None = None
+
+
+def _json_answer(status: int, value: object, headers: Mapping[str, str] = {}) -> _Answer:
+    # Rows that others damaged may hold what JSON does not: bytes become text, lone surrogates "?".
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+    return _Answer(
+        status, text.encode(errors="replace"), {"Content-Type": "application/json", **headers}
+    )
+
+
+def _error_answer(error: Exception) -> _Answer:
+    """The one mapping of what a handler raises to an answer."""
+    match error:
+        case _Refusal():
+            return _json_answer(error.status, {"error": str(error)}, error.headers)
+        case TrainingError():
+            stored = {"deployment": error.deployment} if error.deployment else {}
+            return _json_answer(_STATUS_OF_KIND[error.kind], {"error": str(error), **stored})
+        case Cancelled():
+            return _json_answer(503, {"error": str(error)})
+    log.error("internal error: %r", error)
+    log.debug("where it came from", exc_info=error)
+    return _json_answer(
+        500, {"error": f"internal error: {type(error).__name__}; the server's log says more"}
+    )
+
+
+@functools.lru_cache(64)
+def _is_loopback(host: str) -> bool:
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _hang_up(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
+    """End a connection that another thread may be reading or writing; that thread closes it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(how)
+
+
+def _has_left(connection: socket.socket) -> bool:
+    """Say whether the client closed the connection, or its sending side; never waits."""
+    try:
+        poller = select.poll()
+        poller.register(connection, _LEAVING)
+        if not poller.poll(0):
+            return False
+        return _LEAVING != select.POLLIN or not connection.recv(1, socket.MSG_PEEK)
+    except (OSError, ValueError):
+        return True
+
+
+Route = Callable[..., _Answer]
+Routes = Sequence[tuple[str, Mapping[str, Route]]]
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """One connection: reads requests, checks their framing and who asks, and answers each by its route."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = (
+        True  # with Nagle, an answer in two writes waits for the client's acknowledgement
+    )
+    server: _HTTPServer
+    rfile: io.BufferedReader
+
+    def setup(self) -> None:
+        """Bound each single read and each answer."""
+        super().setup()
+        self.connection.settimeout(IDLE_TIMEOUT_S)
+
+    def handle_one_request(self) -> None:
+        """Read one request and answer it; the deadline is for the whole of it, from its first byte."""
+        self.close_connection = True
+        try:
+            self.server.set_deadline(self.connection, IDLE_TIMEOUT_S)
+            if not self.rfile.peek(1):
+                return
+            self.server.set_deadline(self.connection, IDLE_TIMEOUT_S)
+            self.raw_requestline = self.rfile.readline(65537)
+            if len(self.raw_requestline) > 65536:
+                self.requestline = self.command = ""
+                self.send_error(400, "the request line is longer than 65536 bytes")
+            elif self.raw_requestline.endswith(b"\n") and self.parse_request():
+                self._answer_request()
+        except OSError as error:
+            log.debug("%s left: %s", self.client_address[0], error)
+            self.close_connection = True
+
+    def handle_expect_100(self) -> bool:
+        """Leave the interim answer to `read_json`, when it is known that the body is wanted."""
+        return True
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer what the parser refuses: always 400, as JSON, and the end of the connection."""
+        self.close_connection = True
+        self._send(_json_answer(400, {"error": message or http.HTTPStatus(code).phrase}))
+        self._close_politely()
+
+    def _answer_request(self) -> None:
+        begun = time.monotonic()
+        self.body_left = 0
+        path, _, self.query = self.requestline.split()[1].partition("?")
+        try:
+            self.body_left = self._body_length()
+            if not self.body_left:
+                self.server.set_deadline(self.connection, math.inf)
+            self._check_caller(path)
+            answer = self._route(path)
+        except Exception as error:  # the border of a request: whatever happened, it is answered
+            self.close_connection |= isinstance(error, _Refusal) and error.close
+            answer = _error_answer(error)
+        unread = bool(self.body_left)
+        self.close_connection |= self.server.stopping or (unread and self._expects_100())
+        self._send(answer)
+        log.debug(
+            "%s %s %s %d in %d ms",
+            *(
+                self.client_address[0],
+                self.command,
+                path,
+                answer.status,
+                (time.monotonic() - begun) * 1000,
+            ),
+        )
+        if self.close_connection:
+            self._close_politely()
+        elif unread:  # and must not become the next request
+            self.server.set_deadline(self.connection, IDLE_TIMEOUT_S)
+            self.rfile.read(self.body_left)
+
+    def _body_length(self) -> int:
+        """Check the framing of the request; return the length of its body."""
+
+        def malformed(text: str, status: int = 400) -> _Refusal:
+            return _Refusal(status, text, close=True)
+
+        # The parser of the standard library keeps going after a line that is no header.
+        headers = self.headers
+        folded = any("\n" in value or "\r" in value for value in headers.values())
+        if headers.defects or headers.get_payload() or headers.get_unixfrom() or folded:
+            raise malformed("the request's header has a malformed line")
+        if self.request_version == "HTTP/0.9":
+            raise malformed("HTTP/0.9 is not spoken here")
+        hosts = len(headers.get_all("Host", []))
+        if hosts > 1 or (not hosts and self.request_version != "HTTP/1.0"):
+            raise malformed(f"a request needs one Host header, this one has {hosts}")
+        lengths = headers.get_all("Content-Length", [])
+        if encoding := headers.get("Transfer-Encoding"):
+            if lengths or encoding.lower() != "chunked":
+                raise malformed(
+                    "the request's body has no clear length: send a Content-Length alone"
+                )
+            raise malformed("a chunked body is not taken: send a Content-Length", 411)
+        if not lengths:
+            return 0
+        if len(lengths) > 1 or not re.fullmatch("[0-9]{1,4000}", lengths[0]):
+            raise malformed("Content-Length must be one number in plain digits")
+        if (length := int(lengths[0])) > MAX_BODY_BYTES:
+            raise malformed(
+                f"the body has {length} bytes, more than the {MAX_BODY_BYTES} that are taken"
+            )
+        return length
+
+    def _check_caller(self, path: str) -> None:
+        """Refuse who may not come in: any web page can send requests to a server on this machine."""
+        if self.server.key:
+            given = self.headers.get("Authorization", "").encode("latin-1", "replace")
+            wanted = f"Bearer {self.server.key}".encode()
+            if path.startswith(self.server.guarded) and not hmac.compare_digest(given, wanted):
+                raise _Refusal(
+                    401,
+                    "this needs the key, as Authorization: Bearer <key>",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+            return
+        host = self.headers.get("Host", "")
+        name = re.fullmatch(r"(?:\[(.+)\]|([^:\[\]]+))(?::[0-9]*)?", host)
+        if not name or not _is_loopback(name[1] or name[2]) or (name[1] and "." in name[1]):
+            raise _Refusal(
+                403,
+                "without a key this server answers to localhost, 127.0.0.0/8 and [::1] only, by those names",
+            )
+        if (
+            path in ("/", "/admin")
+            and self.command == "GET"
+            and self.headers.get("Sec-Fetch-Mode") == "navigate"
+        ):
+            return
+        origins = self.headers.get_all("Origin", [])
+        sites = self.headers.get_all("Sec-Fetch-Site", [])
+        if any(origin != f"http://{host}" for origin in origins) or set(sites) - {
+            "same-origin",
+            "none",
+        }:
+            raise _Refusal(403, "a page of another site sent this request")
+
+    def _route(self, path: str) -> _Answer:
+        for pattern, methods in self.server.routes:
+            if found := pattern.fullmatch(path):
+                method = "GET" if self.command == "HEAD" else self.command
+                if method not in methods:
+                    allowed = [*methods, "HEAD"] if "GET" in methods else [*methods]
+                    raise _Refusal(
+                        405,
+                        f"{path[:200]} takes {' and '.join(allowed)}",
+                        headers={"Allow": ", ".join(allowed)},
+                    )
+                return methods[method](self, *found.groups())
+        raise _Refusal(404, f"there is nothing at {path[:200]}")
+
+    def _expects_100(self) -> bool:
+        return (
+            self.headers.get("Expect", "").lower() == "100-continue"
+            and self.request_version != "HTTP/1.0"
+        )
+
+    def read_json(self) -> Any:
+        """Read the body, once; return the value of its JSON. Raises _Refusal (400) for anything else."""
+        if self.body_left and self._expects_100():
+            self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        data = self.rfile.read(self.body_left)
+        if len(data) < self.body_left:
+            raise ConnectionError("the body ended early")
+        self.body_left = 0
+        self.server.set_deadline(self.connection, math.inf)
+        try:
+            return _decode_json(data)
+        except ValueError as error:
+            raise _Refusal(400, f"the body is no valid JSON: {error}") from None
+
+    def parameter(self, name: str) -> str | None:
+        """Return the last value of a parameter of the query, None where it is absent."""
+        values = urllib.parse.parse_qs(self.query, keep_blank_values=True, errors="replace").get(
+            name
+        )
+        return values[-1] if values else None
+
+    def watched(self) -> contextlib.AbstractContextManager[Context]:
+        """Return a block whose context is cancelled when this client leaves or the server stops."""
+        return self.server.watch(self.connection)
+
+    def _send(self, answer: _Answer) -> None:
+        """Write the whole answer at once; a file follows in the kernel's own copy."""
+        length = answer.part[2] if answer.part else len(answer.body)
+        lines = [
+            f"HTTP/1.1 {answer.status} {http.HTTPStatus(answer.status).phrase}",
+            f"Date: {self.date_time_string()}",
+            "X-Content-Type-Options: nosniff",
+            "Cache-Control: no-store",
+            *(f"{name}: {value}" for name, value in answer.headers.items()),
+        ]
+        if answer.status != 204:
+            lines.append(f"Content-Length: {length}")
+        if self.close_connection:
+            lines.append("Connection: close")
+        head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+        file, offset, count = answer.part or (contextlib.nullcontext(), 0, 0)
+        with file:
+            if self.command == "HEAD":
+                self.connection.sendall(head)
+                return
+            self.connection.sendall(head + answer.body)
+            if count and self.connection.sendfile(file, offset, count) < count:
+                self.close_connection = (
+                    True  # the file shrank: the client must not wait for the rest
+                )
+
+    def _close_politely(self) -> None:
+        """Close so that the client reads the answer before it notices: unread bytes would reset the connection."""
+        _hang_up(self.connection, socket.SHUT_WR)
+        self.connection.settimeout(1)
+        left = MAX_BODY_BYTES
+        while left > 0 and (data := self.rfile.read1(65536)):
+            left -= len(data)
+
+
+class _HTTPServer(http.server.ThreadingHTTPServer):
+    """An HTTP server on one address, with a table of routes and a rule of who may come in.
+
+    With `key`, every path below `guarded` needs it. Without, only this machine is served. Raises
+    ValueError for an address that needs a key, OSError for one that cannot be had. The thread that
+    accepts connections also looks after them: deadlines, and clients that leave.
+    """
+
+    request_queue_size = 1024  # a storm of clients waits in the backlog instead of being refused
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, host: str, port: int, routes: Routes, key: str | None, guarded: str) -> None:
+        self.routes = [(re.compile(pattern), methods) for pattern, methods in routes]
+        self.key, self.guarded = key, guarded
+        self.stopping = False
+        self._deadlines: dict[socket.socket, float] = {}
+        self._watched: dict[socket.socket, Context] = {}
+        self._guard = (
+            threading.Condition()
+        )  # guards the two dicts and stopping; held for a few instructions
+        self._looked = 0.0
+        family, *_, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        if not key and not _is_loopback(str(address[0])):
+            raise ValueError(
+                f"{host or 'every address'} is not a loopback address: serving it needs a key"
+            )
+        self.address_family = family
+        super().__init__(address[:2], _Handler)  # type: ignore[arg-type]
+        shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(address[0]), host)
+        self.url = f"http://{f'[{shown}]' if ':' in shown else shown}:{self.server_port}"
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(LOOK_INTERVAL_S,), daemon=True
+        )
+        self._thread.start()
+
+    def server_bind(self) -> None:
+        """Bind without the reverse look-up of the base class, which may take seconds."""
+        http.server.socketserver.TCPServer.server_bind(self)  # type: ignore[attr-defined]
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Take note of a new connection, then serve it in a thread of its own."""
+        self.set_deadline(request, IDLE_TIMEOUT_S)
+        super().process_request(request, client_address)
+
+    def close_request(self, request: Any) -> None:
+        """Forget a connection that is over."""
+        super().close_request(request)
+        with self._guard:
+            self._deadlines.pop(request, None)
+            self._guard.notify_all()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say in one line what ended a connection."""
+        log.debug("connection from %s ended: %r", client_address[0], sys.exc_info()[1])
+
+    def set_deadline(self, connection: socket.socket, seconds: float) -> None:
+        """End the connection unless another deadline is set within this time."""
+        with self._guard:
+            self._deadlines[connection] = time.monotonic() + seconds
+
+    @contextlib.contextmanager
+    def watch(self, connection: socket.socket) -> Iterator[Context]:
+        """Yield a context that is cancelled when the client leaves or the server stops."""
+        ctx = Context()
+        with self._guard:
+            self._watched[connection] = ctx
+            if self.stopping:
+                ctx.cancel(SERVER_STOPPING)
+        try:
+            yield ctx
+        finally:
+            with self._guard:
+                del self._watched[connection]
+                self._guard.notify_all()
+
+    def service_actions(self) -> None:
+        """Look after the connections; the accepting thread calls this between clients."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_INTERVAL_S:
+            return
+        self._looked = now
+        with self._guard:
+            late = [
+                connection for connection, deadline in self._deadlines.items() if now > deadline
+            ]
+            watched = list(self._watched.items())
+        for connection in late:
+            _hang_up(connection)
+        for connection, ctx in watched:
+            if _has_left(connection):
+                ctx.cancel(CLIENT_LEFT)
+
+    def stop(self) -> None:
+        """Take no new request, let the running ones end within STOP_GRACE_S, then give them up."""
+        self.shutdown()
+        self.server_close()
+        with self._guard:
+            self.stopping = True
+            for connection in self._deadlines:
+                _hang_up(connection, socket.SHUT_RD)
+            contexts = list(self._watched.values())
+        for ctx in contexts:
+            ctx.cancel(SERVER_STOPPING)
+        with self._guard:
+            self._guard.wait_for(lambda: not self._deadlines, STOP_GRACE_S)
+            for ctx in self._watched.values():
+                ctx.abandoned = True
+            for connection in self._deadlines.keys() - self._watched.keys():
+                _hang_up(connection)
+            self._guard.wait_for(lambda: not self._watched, STOP_GRACE_S)
+
+
+# ---- deployers -----------------------------------------------------------------------------------
+# Knows the naming rules of deployers, and nothing of what they do. May use: types.
+
+DeployTrainedModelFunc = Callable[
+    [Context, DeployTrainedModelRequest], DeployTrainedModelResult | None
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedModelDeployer:
+    """A deployer: its name in requests and records, the function, and a line for the page."""
+
+    name: str
+    deploy: DeployTrainedModelFunc
+    description: str = ""
+
+
+Registry = Iterable[TrainedModelDeployer] | Mapping[str, DeployTrainedModelFunc]
+
+
+def resolve_deployers(registry: Registry | None) -> list[TrainedModelDeployer]:
+    """Return the registered deployers, sorted by name.
+
+    In a mapping of name to function the description is the first line of the function's docstring.
+    Raises ValueError("invalid trained model deployer: …") for more than 20, a name that is not 1 to 64
+    ASCII letters, digits, `_`, `-` and `.` starting with a letter or digit, a name given twice, and a
+    deployer without a function.
+    """
+
+    def invalid(text: str) -> ValueError:
+        return ValueError(f"invalid trained model deployer: {text}")
+
+    if isinstance(registry, Mapping):
+        registry = [
+            TrainedModelDeployer(
+                name,
+                deploy,
+                (getattr(deploy, "__doc__", None) or "").strip().partition("\n")[0].strip(),
+            )
+            for name, deploy in registry.items()
+        ]
+    deployers = list(registry or ())
+    if len(deployers) > 20:
+        raise invalid(f"{len(deployers)} are registered, at most 20 can be")
+    names = set()
+    for deployer in deployers:
+        if not isinstance(deployer, TrainedModelDeployer):
+            raise invalid(f"expected a TrainedModelDeployer, got {type(deployer).__name__}")
+        if not isinstance(deployer.name, str) or not re.fullmatch(
+            "[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", deployer.name
+        ):
+            raise invalid(
+                f"the name {deployer.name!r:.80} is not 1 to 64 letters, digits, '_', '-' and '.' that start with a letter or digit"
+            )
+        if deployer.name in names:
+            raise invalid(f"two have the name {deployer.name}")
+        if not callable(deployer.deploy):
+            raise invalid(f"{deployer.name} has no function to call, but {deployer.deploy!r:.80}")
+        names.add(deployer.name)
+    return sorted(deployers, key=lambda deployer: deployer.name)
+
+
+# ---- store ---------------------------------------------------------------------------------------
+# Knows SQL, drivers and rows; not what a record means to anybody. May use: types.
+
+_MODEL_COLUMNS = "id, name, job_id, base_model, model_size, dataset, num_examples, num_train_steps, final_loss, params, path, files, created_at"
+_DEPLOYMENT_COLUMNS = "id, trained_model_id, deployer, options, status, dir, ref, details, error, duration_ms, created_at, completed_at"
+_UNSTORABLE = re.compile(
+    "[\x00\ud800-\udfff]"
+)  # NUL is no text to PostgreSQL, a lone surrogate to neither
+
+
+def _storable(text: str) -> str:
+    return _UNSTORABLE.sub("\ufffd", text)
+
+
+def _utc(moment: datetime.datetime) -> str:
+    return moment.astimezone(datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def _now() -> str:
+    return _utc(datetime.datetime.now(datetime.UTC))
+
+
+def _stored(text: object, kind: type[Any]) -> Any:
+    """Return the value of a column of JSON text; what others damaged reads as an empty one."""
+    if text == "{}":
+        return {}
+    try:
+        value = _JSON.decode(text)  # type: ignore[arg-type]
+    except (ValueError, TypeError, RecursionError):
+        return kind()
+    return value if isinstance(value, kind) else kind()
+
+
+def _file_from(entry: object) -> TrainedModelFile:
+    """Return an entry of a model's list as it is; `_check_file` says what is wrong with it."""
+    if not isinstance(entry, dict):
+        entry = {"path": entry}
+    return TrainedModelFile(entry.get("path"), entry.get("size_bytes"), entry.get("sha256") or "")  # type: ignore[arg-type]
+
+
+def _model_from(row: Sequence[Any]) -> TrainedModel:
+    fields = dict(zip(_MODEL_COLUMNS.split(", "), row, strict=True))
+    loss = fields["final_loss"]
+    return TrainedModel(
+        **fields
+        | {
+            "final_loss": loss if isinstance(loss, int | float) and math.isfinite(loss) else None,
+            "params": _stored(fields["params"], dict),
+            "files": tuple(_file_from(entry) for entry in _stored(fields["files"], list)),
+        }
+    )
+
+
+def _deployment_from(row: Sequence[Any]) -> Json:
+    fields = dict(zip(_DEPLOYMENT_COLUMNS.split(", "), row, strict=True))
+    fields["options"] = _stored(fields["options"], dict)
+    fields["details"] = _stored(fields["details"], dict)
+    return fields
+
+
+class _Store:
+    """The records of trained models and their deployments, the same on both databases.
+
+    Every method is one statement, its own transaction, safe from any thread, and raises
+    TrainingError("internal") when the database does not take it. A stored deployment is a dict with the
+    columns as keys, in their order; its times are text in RFC 3339, UTC.
+    """
+
+    _types: ClassVar[
+        Mapping[str, str]
+    ]  # what the columns of the tables are called in this database
+
+    def _rows(self, sql: str, values: Sequence[Any] = (), *, write: bool = False) -> list[Any]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the database; nothing is used afterwards."""
+        raise NotImplementedError
+
+    def _tables(self) -> list[str]:
+        """Return the statements that make what is missing; an existing table is left as it is."""
+        models = """CREATE TABLE IF NOT EXISTS gb_trained_models (
+            id {key}, name TEXT NOT NULL, job_id TEXT NOT NULL UNIQUE, base_model TEXT, model_size TEXT, dataset TEXT,
+            num_examples {whole}, num_train_steps {whole}, final_loss {real}, params TEXT, path TEXT, files TEXT,
+            created_at {time} NOT NULL)"""
+        deployments = """CREATE TABLE IF NOT EXISTS gb_trained_model_deployments (
+            id {key}, trained_model_id {whole} NOT NULL REFERENCES gb_trained_models (id) ON DELETE CASCADE,
+            deployer TEXT NOT NULL, options TEXT NOT NULL, status TEXT NOT NULL, dir TEXT NOT NULL DEFAULT '',
+            ref TEXT NOT NULL DEFAULT '', details TEXT NOT NULL DEFAULT '{{}}', error TEXT NOT NULL DEFAULT '',
+            duration_ms {whole} NOT NULL DEFAULT 0, created_at {time} NOT NULL, completed_at {time})"""
+        newest = """CREATE INDEX IF NOT EXISTS gb_trained_model_deployments_newest
+            ON gb_trained_model_deployments (trained_model_id, id)"""
+        return [statement.format(**self._types) for statement in (models, deployments, newest)]
+
+    def record_trained_model(self, fields: Json) -> TrainedModel | None:
+        """Store a new model, the columns given as `fields`; return it, or None when its job is recorded already."""
+        values = [fields[name] for name in _MODEL_COLUMNS.split(", ")[1:-1]]
+        rows = self._rows(
+            "INSERT INTO gb_trained_models (name, job_id, base_model, model_size, dataset, num_examples, num_train_steps,"
+            " final_loss, params, path, files, created_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+            f" ON CONFLICT (job_id) DO NOTHING RETURNING {_MODEL_COLUMNS}",
+            [
+                *(
+                    _encode_json(value) if isinstance(value, dict | list) else value
+                    for value in values
+                ),
+                _now(),
+            ],
+            write=True,
+        )
+        return _model_from(rows[0]) if rows else None
+
+    def get_trained_model(self, id: int) -> TrainedModel | None:
+        """Return the model, or None when there is none with this id."""
+        rows = self._rows(f"SELECT {_MODEL_COLUMNS} FROM gb_trained_models WHERE id = ?", [id])
+        return _model_from(rows[0]) if rows else None
+
+    def list_trained_models(self, limit: int = 100) -> list[TrainedModel]:
+        """Return the newest models first, at most `limit`."""
+        rows = self._rows(
+            f"SELECT {_MODEL_COLUMNS} FROM gb_trained_models ORDER BY id DESC LIMIT ?", [limit]
+        )
+        return [_model_from(row) for row in rows]
+
+    def delete_trained_model(self, id: int) -> bool:
+        """Delete the model and its deployments; return whether there was one."""
+        return bool(
+            self._rows("DELETE FROM gb_trained_models WHERE id = ? RETURNING id", [id], write=True)
+        )
+
+    def record_trained_model_deployment(self, model_id: int, deployer: str, options: Json) -> int:
+        """Store a new deployment as running; return its id."""
+        rows = self._rows(
+            "INSERT INTO gb_trained_model_deployments (trained_model_id, deployer, options, status, created_at)"
+            " VALUES (?, ?, ?, 'running', ?) RETURNING id",
+            [model_id, deployer, _encode_json(options), _now()],
+            write=True,
+        )
+        return int(rows[0][0])
+
+    def finish_trained_model_deployment(
+        self, id: int, status: str, dir: str, ref: str, details: Json, error: str, duration_ms: int
+    ) -> Json | None:
+        """Store how a deployment ended; return it, or None when it is gone, its model deleted. May be tried again."""
+        rows = self._rows(
+            "UPDATE gb_trained_model_deployments SET status = ?, dir = ?, ref = ?, details = ?, error = ?, duration_ms = ?,"
+            f" completed_at = ? WHERE id = ? RETURNING {_DEPLOYMENT_COLUMNS}",
+            [status, dir, ref, _encode_json(details), error, duration_ms, _now(), id],
+            write=True,
+        )
+        return _deployment_from(rows[0]) if rows else None
+
+    def get_trained_model_deployment(self, id: int) -> Json | None:
+        """Return the deployment, or None when there is none with this id."""
+        rows = self._rows(
+            f"SELECT {_DEPLOYMENT_COLUMNS} FROM gb_trained_model_deployments WHERE id = ?", [id]
+        )
+        return _deployment_from(rows[0]) if rows else None
+
+    def list_trained_model_deployments(self, model_id: int, limit: int = 100) -> list[Json]:
+        """Return the model's newest deployments first, at most `limit`."""
+        rows = self._rows(
+            f"SELECT {_DEPLOYMENT_COLUMNS} FROM gb_trained_model_deployments WHERE trained_model_id = ? ORDER BY id DESC LIMIT ?",
+            [model_id, limit],
+        )
+        return [_deployment_from(row) for row in rows]
+
+
+class _SQLite(_Store):
+    """The records in one file, made with its directory when missing; a reader never waits for a writer."""
+
+    _types: ClassVar = {
+        "key": "INTEGER PRIMARY KEY AUTOINCREMENT",
+        "whole": "INTEGER",
+        "real": "REAL",
+        "time": "TEXT",
+    }
+
+    def __init__(self, path: Path) -> None:
+        # Each lock guards its connection for one statement: threads that step SQLite side by side only
+        # fight for the interpreter's lock, and writers would starve each other in its busy waiting.
+        self._locks = {True: threading.Lock(), False: threading.Lock()}
+        self._connections: dict[bool, sqlite3.Connection] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            for write in (True, False):
+                connection = sqlite3.connect(
+                    path, BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+                )
+                self._connections[write] = connection
+                connection.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
+                connection.execute("PRAGMA synchronous = FULL")
+                connection.execute("PRAGMA foreign_keys = ON")
+            self._keep_a_wal()
+            writer = self._connections[True]
+            writer.execute("BEGIN IMMEDIATE")
+            for statement in self._tables():
+                writer.execute(statement)
+            writer.execute("COMMIT")
+        except sqlite3.Error as error:
+            self.close()
+            raise type(error)(f"the database {path}: {error}") from error
+
+    def _keep_a_wal(self) -> None:
+        """Switch the file to a write-ahead log; for this SQLite does not wait for others who open it."""
+        end = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                self._connections[True].execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > end:
+                    raise
+                time.sleep(0.05)
+
+    def _rows(self, sql: str, values: Sequence[Any] = (), *, write: bool = False) -> list[Any]:
+        lock = self._locks[write]
+        if not lock.acquire(timeout=BUSY_TIMEOUT_S):
+            raise TrainingError("internal", f"the database was busy for {BUSY_TIMEOUT_S} s")
+        try:
+            given = [_storable(value) if isinstance(value, str) else value for value in values]
+            return self._connections[write].execute(sql, given).fetchall()
+        except sqlite3.Error as error:
+            raise TrainingError("internal", f"the database does not take it: {error}") from error
+        finally:
+            lock.release()
+
+    def close(self) -> None:
+        """Close both connections."""
+        for connection in self._connections.values():
+            connection.close()
+
+
+class _PostgreSQL(_Store):
+    """The records in a PostgreSQL database, over at most 8 connections; none is held between statements.
+
+    Each statement is a transaction of its own, so none stays open while a deployer works.
+    """
+
+    _types: ClassVar = {
+        "key": "BIGINT GENERATED BY DEFAULT AS IDENTITY PRIMARY KEY",
+        "whole": "BIGINT",
+        "real": "DOUBLE PRECISION",
+        "time": "TIMESTAMPTZ",
+    }
+
+    def __init__(self, url: str) -> None:
+        try:
+            import psycopg
+        except ImportError as error:
+            raise ImportError(
+                f"PostgreSQL needs psycopg ({error}): pip install 'psycopg[binary]'"
+            ) from None
+        try:
+            psycopg.conninfo.conninfo_to_dict(url)
+        except psycopg.ProgrammingError:
+            raise ValueError("the database's URL is malformed") from None  # it may hold a password
+        self._error: type[Exception] = psycopg.Error
+        # No prepared statements: they do not survive a pooler between us and the database.
+        self._connect = functools.partial(
+            psycopg.connect, url, autocommit=True, prepare_threshold=None, connect_timeout=4
+        )
+        self._idle: queue.LifoQueue[psycopg.Connection[Any] | None] = queue.LifoQueue()
+        for _ in range(8):
+            self._idle.put(None)
+        with self._connection() as connection, connection.transaction():
+            connection.execute(
+                "SELECT pg_advisory_xact_lock(7349874591868649335)"
+            )  # "gligabao" to all servers
+            for statement in self._tables():
+                connection.execute(statement)
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[Any]:
+        """Yield a connection for one statement; one that died while it was idle is replaced before it is used."""
+        try:
+            connection = self._idle.get(timeout=BUSY_TIMEOUT_S)
+        except queue.Empty:
+            raise TrainingError(
+                "internal", f"the database was busy for {BUSY_TIMEOUT_S} s"
+            ) from None
+        try:
+            if connection is not None:
+                poller = select.poll()
+                poller.register(connection.fileno(), select.POLLIN)
+                if poller.poll(0):  # nothing was asked: this is the end of it
+                    connection.close()
+                    connection = None
+            connection = connection or self._connect()
+            yield connection
+        finally:
+            self._idle.put(None if connection is None or connection.closed else connection)
+
+    def _rows(self, sql: str, values: Sequence[Any] = (), *, write: bool = False) -> list[Any]:
+        given = [_storable(value) if isinstance(value, str) else value for value in values]
+        try:
+            with self._connection() as connection:
+                rows = connection.execute(sql.replace("?", "%s"), given).fetchall()
+        except self._error as error:
+            raise TrainingError(
+                "internal", f"the database does not take it: {' '.join(str(error).split())}"
+            ) from error
+        return [
+            [_utc(value) if isinstance(value, datetime.datetime) else value for value in row]
+            for row in rows
+        ]
+
+    def close(self) -> None:
+        """Close the connections."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if connection := self._idle.get_nowait():
+                    connection.close()
+
+
+def open_store(database: str) -> _Store:
+    """Open the records at `database`, the path of an SQLite file or a postgresql:// URL; make the tables that are missing.
+
+    Raises ValueError for a URL of another kind, ImportError where psycopg is missing, OSError and the
+    driver's error when the database cannot be opened; nothing stays open then.
+    """
+    scheme, separator, _ = database.partition("://")
+    if not separator:
+        return _SQLite(Path(os.path.abspath(database)))
+    if scheme != "postgresql":
+        raise ValueError(
+            f"the database {scheme}://… is of an unknown kind: give a path, or a postgresql:// URL"
+        )
+    return _PostgreSQL(database)
+
+
+# ---- files ---------------------------------------------------------------------------------------
+# Knows which names are safe, how to reach a file below no link, and digests. May use: context, types.
+
+_JOB_ID = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_IN_PLACE = (
+    os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+)  # a link is not followed, a FIFO not waited for
+
+
+def _is_job_id(text: object) -> bool:
+    """Say whether a job's id is usable as the name of a directory, on every system and without surprises."""
+    return isinstance(text, str) and bool(_JOB_ID.fullmatch(text)) and ".." not in text
+
+
+def _check_path(path: object) -> str:
+    """Return a path that stays below its directory and can be a file's; raise ValueError for any other.
+
+    Guards against absolute paths, parents, Windows' separators, names that terminals or logs would act
+    on, names of temporary files, and what file systems do not hold.
+    """
+    if not isinstance(path, str):
+        raise ValueError(f"the path {path!r:.80} is not text")
+    try:
+        size = len(path.encode())
+        longest = max(len(part.encode()) for part in path.split("/"))
+    except UnicodeEncodeError:
+        raise ValueError(f"the path {path!r:.80} holds a lone surrogate") from None
+    for bad, why in (
+        (".." in path, "holds .."),
+        ("\\" in path, "holds a backslash"),
+        (re.search("[\x00-\x1f\x7f-\x9f]", path), "holds a control character"),
+        (
+            any(part in ("", ".") for part in path.split("/")),
+            "is absolute, or has an empty part or a '.'",
+        ),
+        (
+            any(part.startswith(".fetch-") for part in path.split("/")),
+            "is that of a temporary file",
+        ),
+        (longest > 255 or size > 2048, "is longer than 2048 bytes, or has a part longer than 255"),
+    ):
+        if bad:
+            raise ValueError(f"the path {path!r:.80} {why}")
+    return path
+
+
+def _check_file(file: TrainedModelFile) -> None:
+    """Raise ValueError, naming the file, unless it can be fetched as recorded."""
+    path = _check_path(file.path)
+    if type(file.size_bytes) is not int or not 0 <= file.size_bytes < 1 << 63:
+        raise ValueError(f"{path}: the size {file.size_bytes!r:.40} is not a whole number of bytes")
+    if file.sha256 and not (
+        isinstance(file.sha256, str) and re.fullmatch("[0-9A-Fa-f]{64}", file.sha256)
+    ):
+        raise ValueError(f"{path}: the sha256 {file.sha256!r:.80} is not 64 hexadecimal digits")
+
+
+def _check_files(files: Sequence[TrainedModelFile]) -> None:
+    """Raise ValueError unless every file can be fetched, and all of them into one directory."""
+    paths = set()
+    for file in files:
+        _check_file(file)
+        if file.path in paths:
+            raise ValueError(f"{file.path}: the path is listed twice")
+        paths.add(file.path)
+    for path in paths:
+        above = path
+        while above := above.rpartition("/")[0]:
+            if above in paths:
+                raise ValueError(f"{above}: the path is both a file and a directory, of {path}")
+
+
+@contextlib.contextmanager
+def _directory(root: Path, parts: Sequence[str], *, create: bool = False) -> Iterator[int]:
+    """Yield a descriptor of the directory at `parts` below `root`, none of which may be a link.
+
+    Raises OSError where a part is missing (unless `create`), or is a link or no directory.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    descriptor = os.open(root, flags)
+    try:
+        for part in parts:
+            if create:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=descriptor)
+            try:
+                inner = os.open(part, flags | os.O_NOFOLLOW, dir_fd=descriptor)
+            except NotADirectoryError as error:
+                raise NotADirectoryError(
+                    error.errno, "a link or a file is in the place of a directory", part
+                ) from None
+            os.close(descriptor)
+            descriptor = inner
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _open_regular(name: str, directory: int) -> io.FileIO:
+    """Open a file for reading; raises FileNotFoundError for a link or a device, IsADirectoryError for a directory."""
+    try:
+        descriptor = os.open(name, os.O_RDONLY | _IN_PLACE, dir_fd=directory)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise FileNotFoundError(errno.ENOENT, "not a regular file", name) from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return io.FileIO(descriptor)
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "a directory is in the place of a file", name)
+    raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
+
+
+def _digest(ctx: Context, file: io.FileIO) -> str:
+    """Return the sha256 of the rest of a file, in hexadecimal; raises Cancelled."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    while count := file.readinto(buffer):
+        ctx.raise_if_cancelled()
+        digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+# ---- sidecar -------------------------------------------------------------------------------------
+# Knows the URLs of a sidecar, from both sides. May use: wire, files, context, types.
+
+T = TypeVar("T")
+
+
+class ModelFileFetcher(Protocol):
+    """Where the files of models come from; called from up to 8 threads at once."""
+
+    def download_model_file(self, ctx: Context, model_path: str, file: str, w: Any) -> None:
+        """Write the bytes of one file to `w`, from `w.received` on.
+
+        `w.write(data)` raises when more than `w.size` bytes come; `w.restart()` forgets what was
+        received. Whatever this raises fails the deployment. Should end soon after `ctx` is cancelled.
+        """
+
+
+class _Dropped(Exception):
+    """An attempt that failed below HTTP, or with a 5xx: worth another."""
+
+
+def _retrying(ctx: Context, what: str, reached: Callable[[], int], attempt: Callable[[], T]) -> T:
+    """Return what `attempt` returns, trying again while it gets further than before.
+
+    Raises TrainingError("upstream") once five attempts in a row ended at the same byte or before it
+    (one more than there are RETRY_PAUSES_S), Cancelled, and whatever else the attempt raises.
+    """
+    best, failures = -1, 0
+    while True:
+        try:
+            return attempt()
+        except _Dropped as dropped:
+            ctx.raise_if_cancelled()
+            if reached() > best:
+                best, failures = reached(), 0
+            failures += 1
+            if failures > len(RETRY_PAUSES_S):
+                raise TrainingError(
+                    "upstream", f"{what}: {dropped}, in {failures} attempts"
+                ) from None
+            log.debug("%s: %s, trying again", what, dropped)
+            ctx.wait(RETRY_PAUSES_S[failures - 1])
+            ctx.raise_if_cancelled()
+
+
+def _dial(
+    ctx: Context,
+    held: contextlib.ExitStack,
+    address: tuple[str, int],
+    timeout: float,
+    source: object = None,
+) -> socket.socket:
+    """Connect within CONNECT_TIMEOUT_S; while `held` is open, a cancelled context ends whatever is done with the socket."""
+    failure: OSError | None = None
+    for family, kind, protocol, _, where in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.setblocking(False)
+            code = connection.connect_ex(where)
+            poller = select.poll()
+            poller.register(connection, select.POLLOUT)
+            end = time.monotonic() + CONNECT_TIMEOUT_S
+            while code == errno.EINPROGRESS:
+                ctx.raise_if_cancelled()
+                if time.monotonic() > end:
+                    raise TimeoutError(errno.ETIMEDOUT, f"no connection in {CONNECT_TIMEOUT_S} s")
+                if poller.poll(100):
+                    code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise OSError(code, os.strerror(code))
+        except OSError as error:
+            failure = error
+            connection.close()
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            connection.settimeout(timeout)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            # A descriptor of its own, since TLS takes over the other one and its reader closes it.
+            twin = held.enter_context(connection.dup())
+            held.enter_context(ctx.on_cancel(functools.partial(_hang_up, twin)))
+            return connection
+    raise failure or OSError(f"{address[0]} has no address")
+
+
+class _Dialler(urllib.request.AbstractHTTPHandler):
+    """Opens http and https URLs over connections that a context can end."""
+
+    def __init__(self, ctx: Context, held: contextlib.ExitStack) -> None:
+        super().__init__()
+        self._connect = functools.partial(_dial, ctx, held)
+
+    def _connection(
+        self, kind: Callable[..., http.client.HTTPConnection], host: str, **options: Any
+    ) -> http.client.HTTPConnection:
+        connection = kind(host, **options)
+        connection._create_connection = self._connect  # type: ignore[attr-defined]  # as http.client's own tests do
+        return connection
+
+    def http_open(self, request: urllib.request.Request) -> Any:
+        """Open a plain URL."""
+        return self.do_open(
+            functools.partial(self._connection, http.client.HTTPConnection), request
+        )
+
+    def https_open(self, request: urllib.request.Request) -> Any:
+        """Open a URL over TLS, the certificate checked."""
+        return self.do_open(
+            functools.partial(self._connection, http.client.HTTPSConnection), request
+        )
+
+    http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
+
+
+def _why(error: Exception) -> str:
+    reason = getattr(error, "reason", error)  # urllib wraps the one that says more
+    return getattr(reason, "strerror", None) or _text_of(
+        reason if isinstance(reason, Exception) else error
+    )
+
+
+@contextlib.contextmanager
+def _open_url(
+    ctx: Context, request: urllib.request.Request, timeout: float | None
+) -> Iterator[http.client.HTTPResponse]:
+    """Yield the answer to a request, whatever its status; no redirect is followed.
+
+    `timeout` bounds each wait for bytes. The environment's proxies are used, but not for this machine's
+    own addresses. Raises _Dropped when there is no answer in HTTP, Cancelled.
+    """
+    with contextlib.ExitStack() as held:
+        opener = urllib.request.OpenerDirector()
+        opener.add_handler(_Dialler(ctx, held))
+        if not _is_loopback(urllib.parse.urlsplit(request.full_url).hostname or ""):
+            opener.add_handler(urllib.request.ProxyHandler())
+        try:
+            response = opener.open(request, timeout=timeout)
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            ctx.raise_if_cancelled()
+            raise _Dropped(f"no answer: {_why(error)}") from error
+        with response:
+            yield response
+
+
+def _check_url(url: str, what: str) -> str:
+    """Return an http(s) URL without the slashes at its end; raises ValueError, never repeating a URL that may hold secrets."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        port_is_good = parts.port != 0
+    except ValueError:
+        parts, port_is_good = urllib.parse.urlsplit(""), False
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_good:
+        raise ValueError(f"{what} is no URL like http://host:port")
+    if "@" in parts.netloc or "?" in url or "#" in url:
+        raise ValueError(f"{what} must have no user, query or fragment")
+    if not re.fullmatch("[!-~]+", url):
+        raise ValueError(f"{what} must be printable ASCII without blanks")
+    return url.rstrip("/")
+
+
+class SidecarClient:
+    """Fetches models' files from a sidecar at `url`, whose path is kept; `token` is sent to it and to nobody else.
+
+    Raises ValueError for a URL that is not http(s), or that has a user, a query or a fragment.
+    """
+
+    def __init__(self, url: str, token: str | None = None) -> None:
+        self._base = _check_url(url, "the sidecar's URL")
+        self._headers = {"Accept-Encoding": "identity"} | (
+            {"Authorization": f"Bearer {token}"} if token else {}
+        )
+
+    def _get(
+        self,
+        ctx: Context,
+        route: str,
+        query: Mapping[str, str],
+        timeout: float,
+        headers: Mapping[str, str] = {},
+    ) -> contextlib.AbstractContextManager[http.client.HTTPResponse]:
+        words = urllib.parse.urlencode(query, safe="/", quote_via=urllib.parse.quote)
+        return _open_url(
+            ctx,
+            urllib.request.Request(
+                f"{self._base}{route}?{words}", headers={**self._headers, **headers}
+            ),
+            timeout,
+        )
+
+    def download_model_file(self, ctx: Context, model_path: str, file: str, w: _Writer) -> None:
+        """Write the bytes of one file of a model to `w`.
+
+        A connection that drops, stalls or says 5xx is tried again from the byte it reached, until five
+        attempts in a row got no further. Raises TrainingError("upstream") that names the file, what was
+        expected and what came; Cancelled.
+        """
+        _retrying(ctx, file, lambda: w.received, lambda: self._receive(ctx, model_path, file, w))
+
+    def _receive(self, ctx: Context, model_path: str, file: str, w: _Writer) -> None:
+        """Make one attempt: ask for what is missing and write it to `w`."""
+        start = w.received
+        wanted = {"Range": f"bytes={start}-"} if start else {}
+        query = {"model_path": model_path, "file": file}
+        with self._get(ctx, "/models/file", query, STALL_TIMEOUT_S, wanted) as response:
+            status = response.status
+            if status >= 500:
+                raise _Dropped(f"expected status 200, got {status}")
+            offset = response.headers.get("Content-Range", "")
+            if start and (
+                status in (200, 416) or (status == 206 and not offset.startswith(f"bytes {start}-"))
+            ):
+                w.restart()
+                if status != 200:
+                    raise _Dropped(
+                        f"expected the bytes from {start} on, got status {status} {offset}"
+                    )
+            elif status != (206 if start else 200):
+                raise TrainingError(
+                    "upstream", f"{file}: expected status {206 if start else 200}, got {status}"
+                )
+            coding = response.headers.get("Content-Encoding", "identity")
+            if coding.lower() not in ("identity", ""):
+                raise TrainingError(
+                    "upstream", f"{file}: expected no Content-Encoding, got {coding:.80}"
+                )
+            missing = w.size - w.received
+            announced = response.headers.get_all("Content-Length", [])
+            if any(length != str(missing) for length in announced):
+                raise TrainingError(
+                    "upstream",
+                    f"{file}: expected {missing} bytes, got {', '.join(announced):.80} announced",
+                )
+            self._copy(ctx, response, w)
+
+    def _copy(self, ctx: Context, response: http.client.HTTPResponse, w: _Writer) -> None:
+        """Write the body to `w`, block by block; the writer's own failures are not the connection's."""
+        while True:
+            try:
+                data = response.read1(BLOCK_BYTES)
+            except (OSError, http.client.HTTPException) as error:
+                ctx.raise_if_cancelled()
+                if w.received == w.size:
+                    return  # without a length, only the end of the connection would say so
+                raise _Dropped(
+                    f"expected {w.size} bytes, got {w.received}: {_why(error)}"
+                ) from error
+            if not data:
+                break
+            w.write(data)
+        ctx.raise_if_cancelled()
+        if w.received < w.size:
+            raise _Dropped(f"expected {w.size} bytes, got {w.received}")
+
+    def list_model_files(self, ctx: Context, model_path: str) -> list[TrainedModelFile]:
+        """Return the files of a model as the sidecar lists them; it may take as long as a fetch, to hash them.
+
+        Raises TrainingError("upstream") for an answer that is no such list; Cancelled.
+        """
+        data = _retrying(ctx, model_path, lambda: 0, lambda: self._list(ctx, model_path))
+        try:
+            return [_file_from(entry) for entry in _decode_json(data)["files"]]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise TrainingError(
+                "upstream",
+                f"{model_path}: expected the sidecar's list of files, got something else: {error!r:.200}",
+            ) from None
+
+    def _list(self, ctx: Context, model_path: str) -> bytes:
+        with self._get(
+            ctx, "/models/files", {"model_path": model_path}, FETCH_TIMEOUT_S
+        ) as response:
+            if response.status >= 500:
+                raise _Dropped(f"expected status 200, got {response.status}")
+            if response.status != 200:
+                raise TrainingError(
+                    "upstream",
+                    f"{model_path}: expected the sidecar's list of files, got status {response.status}",
+                )
+            try:
+                data = response.read(16 * MAX_BODY_BYTES)  # a list of some 100,000 files
+            except (OSError, http.client.HTTPException) as error:
+                ctx.raise_if_cancelled()
+                raise _Dropped(f"no whole list: {_why(error)}") from error
+            ctx.raise_if_cancelled()
+            if response.length:
+                raise _Dropped(f"no whole list: {response.length} bytes are missing")
+        return data
+
+
+class _SidecarDirectory:
+    """The other side: serves the models in `root`, each the directory `trained/<job id>/`, and nothing else."""
+
+    def __init__(self, root: Path) -> None:
+        if not root.is_dir():
+            raise ValueError(f"the sidecar's directory {root} does not exist")
+        self._root = root
+
+    def routes(self) -> Routes:
+        """Return what it answers to."""
+        return (
+            (
+                "/health",
+                {
+                    "GET": lambda request: _json_answer(
+                        200, {"status": "ok", "version": __version__}
+                    )
+                },
+            ),
+            ("/models", {"GET": self.models}),
+            ("/models/files", {"GET": self.files}),
+            ("/models/file", {"GET": self.file}),
+        )
+
+    def models(self, request: _Handler) -> _Answer:
+        """Answer with the models there are."""
+        try:
+            with _directory(self._root, ["trained"]) as directory, os.scandir(directory) as entries:
+                names = sorted(
+                    entry.name
+                    for entry in entries
+                    if _is_job_id(entry.name) and entry.is_dir(follow_symlinks=False)
+                )
+        except OSError:
+            names = []
+        return _json_answer(200, {"models": [{"model_path": f"trained/{name}"} for name in names]})
+
+    def _model(self, request: _Handler) -> list[str]:
+        path = request.parameter("model_path") or ""
+        parts = path.split("/")
+        if len(parts) != 2 or parts[0] != "trained" or not _is_job_id(parts[1]):
+            raise _Refusal(404, f"no model at {path[:200]!r}")
+        return parts
+
+    def files(self, request: _Handler) -> _Answer:
+        """Answer with the files of a model, their sizes and digests; links and devices are left out."""
+        parts = self._model(request)
+        listed = []
+        try:
+            with request.watched() as ctx, _directory(self._root, parts) as top:
+                for where, folders, names, directory in os.fwalk(".", dir_fd=top):
+                    folders.sort()
+                    for name in sorted(names):
+                        path = os.path.normpath(f"{where}/{name}")
+                        with (
+                            contextlib.suppress(ValueError, FileNotFoundError),
+                            _open_regular(name, directory) as file,
+                        ):
+                            size = os.fstat(file.fileno()).st_size
+                            listed.append(
+                                {
+                                    "path": _check_path(path),
+                                    "size_bytes": size,
+                                    "sha256": _digest(ctx, file),
+                                }
+                            )
+        except OSError as error:
+            raise _Refusal(404, f"no model at {'/'.join(parts)!r}: {error.strerror}") from None
+        return _json_answer(200, {"files": listed})
+
+    def file(self, request: _Handler) -> _Answer:
+        """Answer with a file's bytes, from the offset of a `Range: bytes=N-` on."""
+        path = request.parameter("file")
+        try:
+            *folders, name = _check_path(path).split("/")
+            with _directory(self._root, [*self._model(request), *folders]) as directory:
+                file = _open_regular(name, directory)
+        except (OSError, ValueError):
+            raise _Refusal(404, f"no file {path!r:.200} in that model") from None
+        size = os.fstat(file.fileno()).st_size
+        headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
+        start = re.fullmatch("bytes=([0-9]{1,19})-", request.headers.get("Range", ""))
+        if not start:
+            return _Answer(200, b"", headers, (file, 0, size))
+        if (offset := int(start[1])) >= size:
+            file.close()
+            raise _Refusal(
+                416, f"{path} has {size} bytes", headers={"Content-Range": f"bytes */{size}"}
+            )
+        headers["Content-Range"] = f"bytes {offset}-{size - 1}/{size}"
+        return _Answer(206, b"", headers, (file, offset, size - offset))
+
+
+# ---- fetch ---------------------------------------------------------------------------------------
+# Knows a model's directory: digests, temporary names, the lock. Knows no URL: the fetcher is an
+# argument. May use: files, context, types.
+
+
+class _HashBehind:
+    """A sha256 of what is written to a file, which a second thread reads back and hashes meanwhile."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
+        self._counts: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._hash = hashlib.sha256()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        buffer, done = memoryview(bytearray(BLOCK_BYTES)), 0
+        while left := self._counts.get():
+            while left and (
+                count := os.preadv(self._file.fileno(), [buffer[: min(left, BLOCK_BYTES)]], done)
+            ):
+                self._hash.update(buffer[:count])
+                done, left = done + count, left - count
+
+    def update(self, block: memoryview) -> None:
+        """Count the bytes of a block that was just written."""
+        self._counts.put(len(block))
+
+    def hexdigest(self) -> str:
+        """Wait for the thread to end; return the digest."""
+        self._counts.put(0)
+        self._thread.join()
+        return self._hash.hexdigest()
+
+
+class _Incoming:
+    """One file of a model: what is recorded of it, what the disk holds, and how far its download is.
+
+    It is the `w` of a fetcher. One thread changes it; any thread may read its figures.
+    """
+
+    def __init__(self, file: TrainedModelFile) -> None:
+        self.path, self.size, self.sha256 = file.path, file.size_bytes, file.sha256.lower()
+        *self.folders, self.name = file.path.split("/")
+        self.received = 0
+        self.state = ""  # after a look at the disk: ok, missing, wrong size, wrong sha256
+        self.outcome = ""  # once it is right: kept, fetched, repaired
+        self.stamp: tuple[int, int, int] | None = (
+            None  # its size, time and inode when it was found right
+        )
+        self._file: io.FileIO | None = None
+        self._new_hash: Callable[[], Any] = hashlib.sha256
+        self._hash: Any = None
+
+    def write(self, data: bytes) -> None:
+        """Append bytes; raises TrainingError when more than the recorded size come, OSError for the disk's errors."""
+        if self._file is None:
+            raise ValueError(f"{self.path}: written to outside its download")
+        block = rest = memoryview(data).cast("B")
+        if self.received + len(block) > self.size:
+            raise TrainingError("upstream", f"{self.path}: expected {self.size} bytes, got more")
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        self._hash.update(block)
+        self.received += len(block)
+
+    def restart(self) -> None:
+        """Forget what was received."""
+        if self._file is None:
+            raise ValueError(f"{self.path}: restarted outside its download")
+        self._hash.hexdigest()
+        self._file.seek(0)
+        self._file.truncate()
+        self._hash, self.received = self._new_hash(), 0
+
+    @contextlib.contextmanager
+    def download(self, descriptor: int, *, alone: bool) -> Iterator[None]:
+        """Take the file's bytes in this block, and check them at its end; raises TrainingError for others than recorded."""
+        with io.FileIO(descriptor, "r+") as file:
+            self._file, self.received = file, 0
+            self._new_hash = functools.partial(_HashBehind, file) if alone else hashlib.sha256
+            self._hash = self._new_hash()
+            try:
+                yield
+            finally:
+                self._file = None
+                digest = self._hash.hexdigest()
+        if self.received != self.size:
+            raise TrainingError(
+                "upstream", f"{self.path}: expected {self.size} bytes, got {self.received}"
+            )
+        if self.sha256 and digest != self.sha256:
+            raise TrainingError(
+                "upstream", f"{self.path}: expected sha256 {self.sha256}, got {digest}"
+            )
+
+
+class Progress:
+    """How far the fetch of one deployment is; read from any thread while it runs."""
+
+    def __init__(self) -> None:
+        self.files: Sequence[_Incoming] = ()
+
+    def figures(self) -> dict[str, int]:
+        """Return the files and bytes that are there, kept ones included, and how many there will be."""
+        return {
+            "files_done": sum(file.outcome != "" for file in self.files),
+            "files_total": len(self.files),
+            "bytes_done": sum(file.received for file in self.files),
+            "bytes_total": sum(file.size for file in self.files),
+        }
+
+    def __str__(self) -> str:
+        """Say how many files were right, missing and wrong, as in `3 kept, 0 fetched, 1 repaired`."""
+        counts = collections.Counter(file.outcome for file in self.files)
+        return ", ".join(
+            f"{counts[outcome]} {outcome}" for outcome in ("kept", "fetched", "repaired")
+        )
+
+
+def _stamp(file: os.stat_result) -> tuple[int, int, int]:
+    return file.st_size, file.st_mtime_ns, file.st_ino
+
+
+def _look(dir: Path, ctx: Context, file: _Incoming) -> None:
+    """Compare a file on the disk with its record, and note its state.
+
+    One that was found right before is not hashed again while its stamp is the same. Raises OSError where
+    something is in the way that is never replaced, Cancelled.
+    """
+    file.received, file.outcome, file.state, known, file.stamp = 0, "", "missing", file.stamp, None
+    with (
+        contextlib.suppress(FileNotFoundError),
+        _directory(dir.parent, [dir.name, *file.folders]) as directory,
+    ):
+        try:
+            opened = _open_regular(file.name, directory)
+        except PermissionError:
+            file.state = "wrong sha256"  # nobody can say that it is right
+            return
+        with opened:
+            stamp = _stamp(os.fstat(opened.fileno()))
+            if stamp[0] != file.size:
+                file.state = "wrong size"
+            elif file.sha256 and stamp != known and _digest(ctx, opened) != file.sha256:
+                file.state = "wrong sha256"
+            else:
+                file.state, file.outcome, file.received, file.stamp = "ok", "kept", file.size, stamp
+
+
+def _each(
+    ctx: Context, files: Sequence[_Incoming], work: Callable[[Context, _Incoming], None]
+) -> None:
+    """Call `work` for every file, up to 8 at once, the largest first; the first failure ends the others and is raised."""
+    if len(files) == 1:
+        return work(ctx, files[0])
+    with ctx.inner() as inner, ThreadPoolExecutor(8) as pool:
+        try:
+            largest_first = sorted(files, key=lambda file: file.size, reverse=True)
+            for task in as_completed([pool.submit(work, inner, file) for file in largest_first]):
+                task.result()
+        except BaseException:
+            inner.cancel("another file failed")
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+@contextlib.contextmanager
+def _locked(ctx: Context, dir: Path) -> Iterator[None]:
+    """Hold the lock that serializes fetches into `dir`, across threads and processes; it guards what is in `dir`.
+
+    It is held for one fetch. The lock's file, beside the directory, is never removed: whoever waits for
+    it has it open. Waiting is by short pauses, since nothing ends a blocked flock.
+    """
+    descriptor = os.open(
+        dir.parent / f".{dir.name}.lock", os.O_RDWR | os.O_CREAT | _IN_PLACE, 0o666
+    )
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                ctx.wait(0.02)
+                ctx.raise_if_cancelled()
+        yield
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also when a forked child still has it open
+    finally:
+        os.close(descriptor)
+
+
+def _leftovers(dir: Path, files: Sequence[_Incoming], *, remove: bool) -> bool:
+    """Say whether temporary files lie in the directories of a model; `remove` them, which needs the lock."""
+    found = False
+    for folders in {tuple(file.folders) for file in files}:
+        with (
+            contextlib.suppress(OSError),
+            _directory(dir.parent, [dir.name, *folders]) as directory,
+        ):
+            for name in os.listdir(directory):
+                if name.startswith(".fetch-") and stat.S_ISREG(
+                    os.lstat(name, dir_fd=directory).st_mode
+                ):
+                    found = True
+                    if remove:
+                        os.unlink(name, dir_fd=directory)
+    return found
+
+
+def _download(
+    fetcher: ModelFileFetcher,
+    model_path: str,
+    dir: Path,
+    alone: bool,
+    ctx: Context,
+    file: _Incoming,
+) -> None:
+    """Fetch one file under a temporary name, and give it its own once it is complete and verified."""
+    with _directory(dir.parent, [dir.name, *file.folders], create=True) as directory:
+        temporary = f".fetch-{os.urandom(8).hex()}"
+        descriptor = os.open(
+            temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _IN_PLACE, 0o666, dir_fd=directory
+        )
+        try:
+            with file.download(descriptor, alone=alone):
+                fetcher.download_model_file(ctx, model_path, file.path, file)
+            ctx.raise_if_cancelled()
+            os.replace(temporary, file.name, src_dir_fd=directory, dst_dir_fd=directory)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=directory)
+            if isinstance(error, Cancelled) or (
+                isinstance(error, TrainingError) and error.kind == "upstream"
+            ):
+                raise
+            # The border to a fetcher, which is foreign code.
+            raise TrainingError(
+                "upstream", f"{file.path}: {getattr(error, 'strerror', None) or _text_of(error)}"
+            ) from error
+        file.stamp = _stamp(os.stat(file.name, dir_fd=directory, follow_symlinks=False))
+    file.outcome = "fetched" if file.state == "missing" else "repaired"
+
+
+def fetch_model_files(
+    ctx: Context,
+    fetcher: ModelFileFetcher,
+    model: TrainedModel,
+    dir: Path,
+    *,
+    progress: Progress | None = None,
+) -> None:
+    """Bring the files of a model into `dir`, its own directory as `model_dir` gives it.
+
+    On return every file of `model.files` is there, complete, with the recorded size and sha256. What was
+    right already is kept and not asked for; what is missing or wrong is fetched, up to 8 files at once.
+    Other fetches into `dir`, in whatever process, wait their turn. After a failure the real names hold
+    complete files or what they held before, and no temporary file is left. `progress` can be read while
+    it runs. Raises TrainingError("upstream") that names the file, what was expected and what came;
+    Cancelled, within a second, when `ctx` is cancelled.
+    """
+    dir, progress = Path(dir), progress or Progress()
+    try:
+        model_path = _check_path(model.path or f"trained/{model.job_id}")
+        _check_files(model.files)
+    except ValueError as error:
+        raise TrainingError("upstream", str(error)) from None
+    if not model.files:
+        raise TrainingError("upstream", "the trained model has no recorded files")
+    progress.files = files = [_Incoming(file) for file in model.files]
+    look = functools.partial(_look, dir)
+    complete = False
+    try:
+        # Reading needs no lock, as real names never hold half a file: what is complete deploys where
+        # nothing can be written, and deployments of a model that is there do not wait for each other.
+        _each(ctx, files, look)
+        complete = all(file.state == "ok" for file in files)
+        if complete and not _leftovers(dir, files, remove=False):
+            return
+        dir.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(ctx, dir), ctx.inner(FETCH_TIMEOUT_S) as inner:
+            try:
+                _leftovers(dir, files, remove=True)
+                _each(inner, files, look)
+                if wanted := [file for file in files if file.state != "ok"]:
+                    missing, free = (
+                        sum(file.size for file in wanted),
+                        shutil.disk_usage(dir.parent).free,
+                    )
+                    if missing > free:
+                        raise TrainingError(
+                            "upstream",
+                            f"{dir.parent}: {missing} bytes are to be fetched, {free} are free",
+                        )
+                    _each(
+                        inner,
+                        wanted,
+                        functools.partial(_download, fetcher, model_path, dir, len(wanted) == 1),
+                    )
+            except Cancelled as cancelled:
+                ctx.raise_if_cancelled()
+                raise TrainingError(
+                    "upstream", f"the files could not be fetched: {cancelled}"
+                ) from None
+    except OSError as error:
+        if not complete:
+            raise TrainingError(
+                "upstream", f"{error.filename or dir}: {error.strerror or error}"
+            ) from error
+
+
+# ---- deployment ----------------------------------------------------------------------------------
+# Knows what happens next and what is recorded when. Knows no route and no status. May use: fetch,
+# sidecar, files, store, deployers, context, types.
+
+_WHOLE = range(-(1 << 63), 1 << 63)  # what both databases hold
+
+
+def model_dir(root: str | os.PathLike[str], model: TrainedModel) -> Path:
+    """Return the absolute directory of a model below the deployment directory `root`: one for each job.
+
+    Raises TrainingError("invalid") for a job id that is unusable as the name of a directory.
+    """
+    if not _is_job_id(model.job_id):
+        raise TrainingError(
+            "invalid",
+            f"the job id {model.job_id!r:.200} is unusable as a directory name: 1 to 128 letters, digits, '_', '-' and '.',"
+            " starting with a letter or digit, without '..'",
+        )
+    return Path(os.path.abspath(root)) / model.job_id
+
+
+def record_model(
+    ctx: Context, store: _Store, sidecar: SidecarClient | None, body: object
+) -> TrainedModel | None:
+    """Record a trained model as the JSON object `body` describes it, and return it; None if its job is recorded already.
+
+    Without a list of files the sidecar is asked for it. Raises TrainingError: "invalid" for what is not
+    of the right form or could never be deployed, "unavailable" with no sidecar to ask, "upstream" when it
+    fails; Cancelled.
+    """
+    if not isinstance(body, dict):
+        raise TrainingError("invalid", "the body must be a JSON object")
+
+    def field(name: str, default: Any, kind: type | tuple[type, ...], what: str) -> Any:
+        value = body.get(name, default)
+        if (
+            not isinstance(value, kind)
+            or isinstance(value, bool)
+            or (isinstance(value, int) and value not in _WHOLE)
+        ):
+            raise TrainingError("invalid", f"{name} must be {what}, not {_encode_json(value):.80}")
+        return value
+
+    text, whole = "a string", "a whole number of 64 bits"
+    job_id = field("job_id", None, str, text)
+    model_dir("", TrainedModel(0, "", job_id))
+    loss = field("final_loss", None, (int, float, type(None)), "a number or null")
+    fields: Json = {
+        "job_id": job_id,
+        "name": field("name", job_id, str, text),
+        **{name: field(name, "", str, text) for name in ("base_model", "model_size", "dataset")},
+        **{name: field(name, 0, int, whole) for name in ("num_examples", "num_train_steps")},
+        "final_loss": loss if loss is None else float(loss),
+        "params": field("params", {}, dict, "an object"),
+        "path": field("path", "", str, text) or f"trained/{job_id}",
+    }
+    listed = field("files", None, (list, type(None)), "a list of objects")
+    fault = "invalid"
+    try:
+        _check_path(fields["path"])
+        if listed is not None:
+            files = [_file_from(entry) for entry in listed]
+        elif sidecar is None:
+            raise TrainingError(
+                "unavailable",
+                "no sidecar is configured that could list the model's files: send them as files",
+            )
+        else:
+            fault = "upstream"
+            files = sidecar.list_model_files(ctx, fields["path"])
+        if not files:
+            raise ValueError("a model without files can never be deployed")
+        _check_files(files)
+    except ValueError as error:
+        raise TrainingError(fault, str(error)) from None
+    return store.record_trained_model(fields | {"files": [vars(file) for file in files]})
+
+
+def audit_model(ctx: Context, root: str | os.PathLike[str], model: TrainedModel) -> Json:
+    """Compare the disk with the record of a model, fetching nothing: each file's state, what is to be fetched, if it fits.
+
+    Raises TrainingError("invalid") for an unusable job id; Cancelled.
+    """
+    dir = model_dir(root, model)
+
+    def look(ctx: Context, file: _Incoming) -> None:
+        with contextlib.suppress(OSError):  # whatever is in the way, the file is missing
+            _look(dir, ctx, file)
+
+    good = []
+    for file in model.files:
+        with contextlib.suppress(ValueError):
+            _check_file(file)
+            good.append(_Incoming(file))
+    _each(ctx, good, look)
+    states = {file.path: file.state for file in good}
+    files = [
+        {
+            "path": file.path,
+            "size_bytes": file.size_bytes,
+            "state": states.get(file.path, "missing"),
+        }
+        for file in model.files
+    ]
+    missing = sum(file.size for file in good if file.state != "ok")
+    free = shutil.disk_usage(next(place for place in (dir, *dir.parents) if place.exists())).free
+    complete = bool(files) and all(file["state"] == "ok" for file in files)
+    return {
+        "dir": str(dir),
+        "complete": complete,
+        "files": files,
+        "bytes_to_fetch": missing,
+        "bytes_free": free,
+        "fits": missing <= free,
+    }
+
+
+def _warn_of_changes(deploy_id: int, dir: Path, files: Sequence[_Incoming]) -> None:
+    """Say in the log which of the files, that a deployer may only read, are not what they were."""
+    for file in files:
+        stamp = None
+        with (
+            contextlib.suppress(OSError),
+            _directory(dir.parent, [dir.name, *file.folders]) as directory,
+        ):
+            stamp = _stamp(os.stat(file.name, dir_fd=directory, follow_symlinks=False))
+        if stamp != file.stamp:
+            log.warning(
+                "deployment %d: %s changed while the deployer ran; the next deployment repairs it",
+                deploy_id,
+                file.path,
+            )
+
+
+def _find_deployer(deployers: Sequence[TrainedModelDeployer], name: object) -> TrainedModelDeployer:
+    for deployer in deployers:
+        if deployer.name == name:
+            return deployer
+    names = ", ".join(deployer.name for deployer in deployers)
+    known = f"registered are: {names}" if names else "none is registered"
+    raise TrainingError("invalid", f"deployer must be the name of a registered deployer; {known}")
+
+
+def _check_options(options: object) -> str:
+    """Return the options of a request as JSON; raises TrainingError("invalid") for no object, or a large one."""
+    if not isinstance(options, dict | None):
+        raise TrainingError(
+            "invalid", f"options must be a JSON object, not {type(options).__name__}"
+        )
+    try:
+        text = _encode_json(options)
+    except ValueError as error:
+        raise TrainingError("invalid", f"options must be a JSON object: {error}") from None
+    if (size := len(text.encode())) > 64 * 1024:
+        raise TrainingError(
+            "invalid", f"options have {size} bytes as compact JSON, at most 65536 are taken"
+        )
+    return text
+
+
+def _call(
+    deployer: TrainedModelDeployer, ctx: Context, req: DeployTrainedModelRequest
+) -> tuple[str, Json]:
+    """Call the deployer; return its ref and a copy of its details.
+
+    Raises what it raises, TypeError and ValueError that say which for a bad result.
+    """
+    result: Any = deployer.deploy(ctx, req)
+    if result is None:
+        result = DeployTrainedModelResult()
+    if not isinstance(result, DeployTrainedModelResult):
+        if hasattr(result, "close") and hasattr(result, "cr_await"):
+            result.close()  # a coroutine nobody awaits would warn
+        raise TypeError(
+            f"the deployer returned a {type(result).__name__}, not a DeployTrainedModelResult or None"
+        )
+    if not isinstance(result.ref, str):
+        raise TypeError(
+            f"the deployer returned a ref that is a {type(result.ref).__name__}, not a string"
+        )
+    if result.details is None:
+        return result.ref, {}
+    if not isinstance(result.details, dict):
+        raise TypeError(
+            f"the deployer returned details that are a {type(result.details).__name__}, not a dict or None"
+        )
+    try:
+        details: Json = json.loads(_encode_json(result.details))
+    except Exception as error:  # foreign objects may raise anything while they are encoded
+        raise ValueError(
+            f"the deployer returned details that are no JSON: {_text_of(error)}"
+        ) from None
+    return result.ref, details
+
+
+def _abandonable(ctx: Context, work: Callable[[], T]) -> T | BaseException:
+    """Return what `work` returns or raises, in a thread of its own; Cancelled once `ctx` is abandoned.
+
+    What an abandoned `work` returns later is dropped.
+    """
+    outcome: list[T | BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:  # the border to foreign code, which may raise SystemExit
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive() and not ctx.abandoned:
+            thread.join(LOOK_INTERVAL_S)
+    except KeyboardInterrupt:  # in a script that deploys from its main thread
+        ctx.cancel("interrupted")
+        ctx.abandoned = True
+    return outcome[0] if outcome else Cancelled(ctx.reason)
+
+
+def _judge(ctx: Context, outcome: tuple[str, Json] | BaseException) -> tuple[str, Json, str]:
+    """Return the ref, the details and the error that are recorded for what the deployer did."""
+    if not isinstance(outcome, BaseException):
+        ref, details = outcome
+        if not ctx.cancelled or ctx.reason == SERVER_STOPPING:
+            return ref, details, ""
+        return "", {}, _cut(f"{ctx.reason}; the deployer returned ref {ref}")
+    error = _text_of(outcome)
+    if ctx.cancelled:
+        error = ctx.reason if isinstance(outcome, Cancelled) else f"{ctx.reason}: {error}"
+    return "", {}, _cut(error)
+
+
+def _finish(ctx: Context, store: _Store, deploy_id: int, *values: Any) -> Json:
+    """Record how a deployment ended, trying again for FINISH_TIMEOUT_S; raises TrainingError("internal")."""
+    begun = time.monotonic()
+    while True:
+        try:
+            stored = store.finish_trained_model_deployment(deploy_id, *values)
+            break
+        except TrainingError as error:
+            stopping = ctx.abandoned or ctx.reason == SERVER_STOPPING
+            if time.monotonic() - begun > (STOP_GRACE_S if stopping else FINISH_TIMEOUT_S):
+                raise
+            log.warning("deployment %d is not recorded yet: %s", deploy_id, error)
+            time.sleep(0.5)
+    if stored is None:
+        raise TrainingError("internal", "its model was deleted meanwhile")
+    return stored
+
+
+def _emit(system_event: SystemEventHook | None, event: SystemEvent) -> None:
+    """Call the hook, which changes nothing, whatever it does."""
+    try:
+        if system_event is not None:
+            system_event(event)
+    except BaseException as error:  # the border to foreign code
+        log.error("the system event hook raised %s: %s", type(error).__name__, _text_of(error))
+
+
+def deploy_model(
+    ctx: Context,
+    store: _Store,
+    fetcher: ModelFileFetcher | None,
+    deployers: Sequence[TrainedModelDeployer],
+    root: str | os.PathLike[str],
+    model: TrainedModel,
+    request: DeployRequest,
+    *,
+    system_event: SystemEventHook | None = None,
+    running: MutableMapping[int, Progress] | None = None,
+) -> Json:
+    """Deploy a trained model, steps 2 to 7, and return the stored deployment, completed.
+
+    `deployers` are those of `resolve_deployers`, `root` is the deployment directory, `running` holds the
+    progress of each deployment while it is at work. Raises TrainingError: "invalid" or "unavailable"
+    before anything is recorded; "upstream" when the fetch or the deployer failed, with the stored failure
+    as `.deployment`; "internal" when the start or the end could not be recorded.
+    """
+    begun = time.monotonic()
+    # 2. find the deployer by name, check the options
+    deployer = _find_deployer(deployers, request.deployer)
+    options = _check_options(request.options)
+    dir = model_dir(root, model)
+    if fetcher is None:
+        raise TrainingError("unavailable", "there is no active sidecar to fetch the files from")
+    # 3. record the deployment
+    deploy_id = store.record_trained_model_deployment(
+        model.id, deployer.name, request.options or {}
+    )
+    about = f"model {model.id}, deployer {deployer.name}"
+    log.info("deployment %d started: %s", deploy_id, about)
+    running = {} if running is None else running
+    running[deploy_id] = progress = Progress()
+    fetched = ""
+
+    def fetch_and_call() -> tuple[str, Json]:
+        nonlocal fetched
+        # 4. fetch the model's files
+        fetch_model_files(ctx, fetcher, model, dir, progress=progress)
+        fetched = str(dir)
+        # 5. call the deployer, with copies of its own
+        ctx.raise_if_cancelled()
+        own = dataclasses.replace(
+            model, params=copy.deepcopy(model.params), files=tuple(model.files)
+        )
+        try:
+            return _call(
+                deployer, ctx, DeployTrainedModelRequest(deploy_id, own, dir, json.loads(options))
+            )
+        finally:
+            _warn_of_changes(deploy_id, dir, progress.files)
+
+    ref, details, error = _judge(ctx, _abandonable(ctx, fetch_and_call))
+    # 6. update the record
+    status = "failed" if error else "completed"
+    duration_ms = round((time.monotonic() - begun) * 1000)
+    stored = None
+    try:
+        stored = _finish(ctx, store, deploy_id, status, fetched, ref, details, error, duration_ms)
+        error = stored["error"]
+    except TrainingError as failure:
+        made = error or f"the deployer returned ref {_storable(ref)}"
+        status, error = "failed", f"deployment {deploy_id} could not be recorded: {failure}; {made}"
+    del running[deploy_id]
+    log.log(
+        logging.WARNING if error else logging.INFO,
+        "deployment %d %s in %d ms: %s, %s, %s",
+        *(deploy_id, status, duration_ms, about, progress, error or f"ref {ref}"),
+    )
+    # 7. emit the system event
+    event = {
+        "model_id": model.id,
+        "deploy_id": deploy_id,
+        "deployer": deployer.name,
+        "duration_ms": duration_ms,
+    }
+    _emit(
+        system_event,
+        SystemEvent(f"training.model_deploy.{status}", event | ({"error": error} if error else {})),
+    )
+    if error or stored is None:
+        raise TrainingError("upstream" if stored else "internal", error, stored)
+    return stored
+
+
+# ---- page ----------------------------------------------------------------------------------------
+# Knows the browser: one static string. May use: nothing.
+
+PAGE = r"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>Training · gligabao</title>
+<style>body { font: 1rem/1.5 system-ui; margin: 2rem auto; max-width: 40rem; padding: 0 1rem; }</style>
+</head>
+<body data-training="{training}" data-version="{version}">
+<h1>Training</h1>
+<p id="state"></p>
+<p>The API is at <code>v1/gb/training</code>: <code>models</code>, <code>deployers</code>.</p>
+<script>
+document.querySelector("#state").textContent = document.body.dataset.training === "on"
+  ? "Training is on: models can be recorded and deployed." : "Training is off: start the server with --training.";
+</script>
+</body>
+</html>
+"""
+
+# ---- HTTP ----------------------------------------------------------------------------------------
+# Knows routes and their forms in JSON. May use: deployment, store, sidecar, wire, page, types.
+
+
+def _csp_hash(tag: str) -> str:
+    """Return the directive of a Content-Security-Policy that allows the page's own element."""
+    element = PAGE.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+    digest = base64.b64encode(hashlib.sha256(element.encode()).digest()).decode()
+    return f"{tag}-src 'sha256-{digest}'"
+
+
+def _model_json(model: TrainedModel) -> Json:
+    return {**vars(model), "files": [vars(file) for file in model.files]}
+
+
+class _API:
+    """What the server answers, with the store, the fetcher and the deployers it answers from."""
+
+    def __init__(
+        self,
+        *,
+        store: _Store,
+        sidecar: SidecarClient | None,
+        deployers: Sequence[TrainedModelDeployer],
+        root: Path,
+        system_event: SystemEventHook | None,
+    ) -> None:
+        self._store, self._sidecar, self._deployers, self._root = store, sidecar, deployers, root
+        self._system_event = system_event
+        self._running: dict[
+            int, Progress
+        ] = {}  # one entry a deployment at work here; single operations, no lock
+
+    def routes(self, *, training: bool) -> Routes:
+        """Return the table of routes; without training there are only the page's and the health's."""
+        headers = {
+            "Content-Type": "text/html; charset=utf-8",
+            "Content-Security-Policy": "default-src 'none'; connect-src 'self'; base-uri 'none';"
+            " form-action 'none'; frame-ancestors 'none'; img-src data:;"
+            f" {_csp_hash('style')}; {_csp_hash('script')}",
+        }
+        page = (
+            PAGE.replace("{training}", "on" if training else "off", 1)
+            .replace("{version}", __version__, 1)
+            .encode()
+        )
+        public: Routes = (
+            ("/", {"GET": lambda request: _Answer(302, b"", {"Location": "/admin"})}),
+            ("/admin", {"GET": lambda request: _Answer(200, page, headers)}),
+            (
+                "/health",
+                {
+                    "GET": lambda request: _json_answer(
+                        200, {"status": "ok", "version": __version__}
+                    )
+                },
+            ),
+        )
+        base, model = "/v1/gb/training", "/v1/gb/training/models/([^/]+)"
+        if not training:
+            return public
+        return (
+            *public,
+            (f"{base}/models", {"GET": self.list_models, "POST": self.record_model}),
+            (model, {"GET": self.get_model, "DELETE": self.delete_model}),
+            (f"{model}/audit", {"GET": self.audit}),
+            (f"{model}/deployments", {"GET": self.list_deployments, "POST": self.deploy}),
+            (f"{base}/deployers", {"GET": self.list_deployers}),
+        )
+
+    def _model(self, id: str) -> TrainedModel:
+        model = None
+        if re.fullmatch("[1-9][0-9]{0,18}", id) and int(id) in _WHOLE:
+            model = self._store.get_trained_model(int(id))
+        if model is None:
+            raise _Refusal(404, f"there is no trained model {id[:80]}")
+        return model
+
+    def _limit(self, request: _Handler) -> int:
+        limit = request.parameter("limit")
+        if limit is None:
+            return 100
+        if not re.fullmatch("[0-9]{1,4000}", limit) or not int(limit):
+            raise _Refusal(400, f"limit must be a whole number from 1, not {limit!r:.80}")
+        return min(int(limit), 500)
+
+    def list_models(self, request: _Handler) -> _Answer:
+        """Answer with the newest models."""
+        models = self._store.list_trained_models(self._limit(request))
+        return _json_answer(200, {"models": [_model_json(model) for model in models]})
+
+    def record_model(self, request: _Handler) -> _Answer:
+        """Record a trained model."""
+        body = request.read_json()
+        with request.watched() as ctx:
+            model = record_model(ctx, self._store, self._sidecar, body)
+        if model is None:
+            raise _Refusal(409, f"the job {body['job_id']} is recorded already")
+        return _json_answer(201, _model_json(model))
+
+    def get_model(self, request: _Handler, id: str) -> _Answer:
+        """Answer with one model."""
+        return _json_answer(200, _model_json(self._model(id)))
+
+    def delete_model(self, request: _Handler, id: str) -> _Answer:
+        """Delete a model and its deployments; its files stay."""
+        if not self._store.delete_trained_model(self._model(id).id):
+            raise _Refusal(404, f"there is no trained model {id}")
+        return _Answer(204)
+
+    def audit(self, request: _Handler, id: str) -> _Answer:
+        """Answer with the state of a model's files on the disk."""
+        model = self._model(id)
+        with request.watched() as ctx:
+            return _json_answer(200, audit_model(ctx, self._root, model))
+
+    def list_deployments(self, request: _Handler, id: str) -> _Answer:
+        """Answer with the model's newest deployments; those at work here with their progress."""
+        model = self._model(id)
+        deployments = self._store.list_trained_model_deployments(model.id, self._limit(request))
+        for deployment in deployments:
+            if deployment["status"] == "running" and (
+                progress := self._running.get(deployment["id"])
+            ):
+                deployment["progress"] = progress.figures()
+        return _json_answer(200, {"deployments": deployments})
+
+    def deploy(self, request: _Handler, id: str) -> _Answer:
+        """Deploy a model, and answer when that has ended."""
+        model = self._model(id)  # 1. look up the trained model
+        body = request.read_json()
+        if not isinstance(body, dict):
+            raise _Refusal(
+                400, 'the body must be a JSON object like {"deployer": "<name>", "options": {…}}'
+            )
+        with request.watched() as ctx:
+            deployment = deploy_model(
+                *(ctx, self._store, self._sidecar, self._deployers, self._root, model),
+                DeployRequest(body.get("deployer"), body.get("options")),  # type: ignore[arg-type]  # it checks both
+                system_event=self._system_event,
+                running=self._running,
+            )
+        return _json_answer(200, deployment)  # 8. answer
+
+    def list_deployers(self, request: _Handler) -> _Answer:
+        """Answer with the registered deployers."""
+        listed = [
+            {"name": deployer.name, "description": deployer.description}
+            for deployer in self._deployers
+        ]
+        return _json_answer(200, {"deployers": listed})
+
+
+# ---- server --------------------------------------------------------------------------------------
+# Knows options, starting, wiring and stopping. Knows no argv and no signal but for `serve`. May use:
+# all above.
+
+
+def _secret(value: str | None, what: str) -> str | None:
+    """Return a key or token, None for an empty one; raises ValueError for one that no header can carry."""
+    if value and not re.fullmatch("[ -~]+", value):
+        raise ValueError(f"{what} must be printable ASCII")
+    return value or None
+
+
+class Server:
+    """The server, for use in a `with` block, which it serves in background threads; `url` is its address.
+
+    Raises ValueError for bad options, OSError for the address and the disk, the driver's error for the
+    database, and then nothing stays open. Leaving the block cancels what runs, waits for it up to
+    STOP_GRACE_S, and leaves every deployment of this server recorded. The options are those of `serve`.
+    """
+
+    url: str
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 7878,
+        database: str = "build/gligabao.db",
+        training: bool = False,
+        sidecar: str | None = None,
+        sidecar_token: str | None = None,
+        trained_model_deploy_dir: str | os.PathLike[str] | None = None,
+        api_key: str | None = None,
+        trained_model_deployers: Registry | None = None,
+        system_event: SystemEventHook | None = None,
+    ) -> None:
+        self._deployers = resolve_deployers(trained_model_deployers)
+        self._address = host, port
+        self._database, self._training = os.fspath(database), training
+        self._sidecar, self._sidecar_token = sidecar, _secret(sidecar_token, "the sidecar's token")
+        self._api_key, self._system_event = _secret(api_key, "the API key"), system_event
+        beside = "build/gligabao.db" if "://" in self._database else self._database
+        self._root = Path(
+            os.path.abspath(trained_model_deploy_dir or Path(beside).with_name("trained_models"))
+        )
+        if sidecar is not None and "://" in sidecar:
+            _check_url(sidecar, "the sidecar's URL")
+        self._held = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as held:
+            client = self._open_sidecar(held)
+            store = open_store(self._database)
+            held.callback(store.close)
+            api = _API(
+                store=store,
+                sidecar=client,
+                deployers=self._deployers,
+                root=self._root,
+                system_event=self._system_event,
+            )
+            http_server = _HTTPServer(
+                *self._address, api.routes(training=self._training), self._api_key, "/v1/"
+            )
+            held.callback(http_server.stop)
+            self.url = http_server.url
+            self._held = held.pop_all()
+        log.info(
+            "the page is %s/admin, training is %s",
+            self.url,
+            "on" if self._training else "off: see --training",
+        )
+        log.info(
+            "records go to %s, files to %s",
+            self._database.partition("://")[0]
+            if "://" in self._database
+            else os.path.abspath(self._database),
+            self._root,
+        )
+        for deployer in self._deployers:
+            log.info("deployer %s: %s", deployer.name, deployer.description or "no description")
+        if not self._deployers:
+            log.info("no deployer is registered: deployments are refused")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._held.close()
+
+    def _open_sidecar(self, held: contextlib.ExitStack) -> SidecarClient | None:
+        """Return the client of the sidecar, one of our own where a directory was given."""
+        if not self._sidecar:
+            return None
+        if "://" in self._sidecar:
+            return SidecarClient(self._sidecar, self._sidecar_token)
+        token = os.urandom(16).hex()
+        own = _HTTPServer(
+            "127.0.0.1",
+            0,
+            _SidecarDirectory(Path(os.path.abspath(self._sidecar))).routes(),
+            token,
+            "/",
+        )
+        held.callback(own.stop)
+        return SidecarClient(own.url, token)
+
+
+def _wait_for_the_end(stop: threading.Event) -> None:
+    caught: list[
+        int
+    ] = []  # a handler that set the event could meet the lock that this thread holds
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {
+            number: signal.signal(number, lambda number, _: caught.append(number))
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+    try:
+        while not caught and not stop.wait(LOOK_INTERVAL_S):
+            pass
+        log.info(SERVER_STOPPING)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def serve(*, stop: threading.Event | None = None, **options: Any) -> None:
+    """Serve until SIGINT, SIGTERM or `stop`; then stop as `Server` does.
+
+    Options: `host`, `port` (0: any free one), `database` (a path or a postgresql:// URL), `training`,
+    `sidecar` (a URL, or a directory to serve), `sidecar_token`, `trained_model_deploy_dir`, `api_key`,
+    `trained_model_deployers` (an iterable of TrainedModelDeployer, or a mapping of name to function) and
+    `system_event` (called with each SystemEvent). Outside the main thread no signal handler is
+    installed. Raises what `Server` raises.
+    """
+    stop = stop or threading.Event()
+    with Server(**options):
+        _wait_for_the_end(stop)
+
+
+# ---- command line --------------------------------------------------------------------------------
+# Knows argv, the environment, the terminal and exit codes. May use: server and all above.
+
+
+def _port(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no port: a number from 0 (any free one) to 65535"
+        )
+    return int(text)
+
+
+def _server_url(text: str) -> str:
+    try:
+        return _check_url(text, repr(text) if "@" not in text else "the URL")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _object(text: str) -> str:
+    try:
+        if isinstance(_decode_json(text.encode(errors="surrogateescape")), dict):
+            return text
+        error: object = "it is another value"
+    except ValueError as failure:
+        error = failure
+    raise argparse.ArgumentTypeError(f"{text!r:.80} is no JSON object: {error}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--version", action="version", version=f"gligabao {__version__}")
+    parser = argparse.ArgumentParser(
+        prog="gligabao",
+        parents=[common],
+        description="Hands trained models to your own code: fetches the weights, verifies every byte, calls your deployer, keeps a record.",
+        epilog="Deployers are code: register them with gligabao.main(trained_model_deployers=…) or gligabao.serve(…).",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, help: str, epilog: str = "") -> argparse.ArgumentParser:
+        # A flag that is absent leaves no value, so that an option given in code holds.
+        return commands.add_parser(
+            name,
+            parents=[common],
+            help=help,
+            description=help,
+            epilog=epilog,
+            argument_default=argparse.SUPPRESS,
+        )
+
+    serve = command(
+        "serve",
+        "Serve the API and the page.",
+        "The environment's GLIGABAO_API_KEY and GLIGABAO_SIDECAR_TOKEN are the keys.",
+    )
+    serve.add_argument(
+        "--host", help="the address to serve on; one that others can reach needs a key (127.0.0.1)"
+    )
+    serve.add_argument("--port", type=_port, help="the port to serve on, 0 for any free one (7878)")
+    serve.add_argument(
+        "--database", help="the file of the records, or a postgresql:// URL (build/gligabao.db)"
+    )
+    serve.add_argument("--training", action="store_true", help="switch the training API on")
+    serve.add_argument(
+        "--sidecar",
+        help="where the models' files come from: a URL, or a directory that holds trained/<job id>/",
+    )
+    serve.add_argument(
+        "--trained-model-deploy-dir",
+        help="where fetched files go (trained_models beside the database)",
+    )
+    sidecar = command(
+        "sidecar",
+        "Serve a directory of models as a sidecar.",
+        "The environment's GLIGABAO_SIDECAR_TOKEN is the token that requests need.",
+    )
+    sidecar.add_argument(
+        "directory", metavar="DIR", help="the directory that holds trained/<job id>/"
+    )
+    sidecar.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="the address to serve on; one that others can reach needs a token (127.0.0.1)",
+    )
+    sidecar.add_argument(
+        "--port", default=7879, type=_port, help="the port to serve on, 0 for any free one (7879)"
+    )
+    deploy = command(
+        "deploy",
+        "Ask a server for a deployment, wait for it, and print it as JSON.",
+        "The environment's GLIGABAO_API_KEY is the key. Exits 0 when the deployment completed, 1 when it failed.",
+    )
+    deploy.add_argument(
+        "model_id", metavar="MODEL_ID", type=int, help="the id of the trained model"
+    )
+    deploy.add_argument("deployer", metavar="DEPLOYER", help="the name of a registered deployer")
+    deploy.add_argument(
+        "--options", metavar="JSON", type=_object, help="a JSON object for the deployer"
+    )
+    deploy.add_argument(
+        "--url",
+        type=_server_url,
+        default="http://127.0.0.1:7878",
+        help="where the server is (%(default)s)",
+    )
+    demo = command(
+        "demo",
+        "Deploy a small model on this machine, in a temporary directory that is removed at the end.",
+    )
+    demo.add_argument(
+        "--once",
+        action="store_true",
+        help="deploy once, print the stored deployment as JSON, and end",
+    )
+    demo.add_argument(
+        "--port", type=_port, help="the port to serve on (7878, any free one when that is taken)"
+    )
+    return parser
+
+
+def _is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _run_serve(options: Json) -> int:
+    serve(**options)
+    return 0
+
+
+def _run_sidecar(options: Json) -> int:
+    token = _secret(os.environ.get("GLIGABAO_SIDECAR_TOKEN"), "GLIGABAO_SIDECAR_TOKEN")
+    routes = _SidecarDirectory(Path(os.path.abspath(options["directory"]))).routes()
+    server = _HTTPServer(options["host"], options["port"], routes, token, "/")
+    try:
+        log.info(
+            "the sidecar serves %s on %s, %s",
+            options["directory"],
+            server.url,
+            "with a token" if token else "to this machine only",
+        )
+        _wait_for_the_end(threading.Event())
+    finally:
+        server.stop()
+    return 0
+
+
+def _make_adapter(directory: Path) -> list[Json]:
+    """Write a small valid LoRA adapter, as PEFT would save one; return the list of its files."""
+    rank, width, tensors, size = 4, 32, {}, 0
+    for side, shape in (("A", [rank, width]), ("B", [width, rank])):
+        for target in ("query", "value"):
+            name = f"base_model.model.encoder.layer.0.attention.self.{target}.lora_{side}.weight"
+            tensors[name] = {
+                "dtype": "F32",
+                "shape": shape,
+                "data_offsets": [size, size + 4 * rank * width],
+            }
+            size += 4 * rank * width
+    header = json.dumps(tensors).encode()
+    header += b" " * (-len(header) % 8)
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": "sentence-transformers/all-MiniLM-L6-v2",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": ["query", "value"],
+    }
+    words = {
+        "type": "WordLevel",
+        "vocab": {"[UNK]": 0, "hello": 1, "world": 2},
+        "unk_token": "[UNK]",
+    }
+    contents = {
+        "adapter_model.safetensors": len(header).to_bytes(8, "little") + header + bytes(size),
+        "adapter_config.json": json.dumps(config, indent=2).encode(),
+        "tokenizer.json": json.dumps({"version": "1.0", "model": words}, indent=2).encode(),
+        "tokenizer_config.json": json.dumps(
+            {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"}
+        ).encode(),
+    }
+    directory.mkdir(parents=True)
+    for path, content in contents.items():
+        directory.joinpath(path).write_bytes(content)
+    return [
+        {"path": path, "size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for path, content in contents.items()
+    ]
+
+
+def _release_deployer(releases: Path) -> DeployTrainedModelFunc:
+    def release(ctx: Context, req: DeployTrainedModelRequest) -> DeployTrainedModelResult:
+        """Copy the files to a release folder of their own, and switch the link `current` to it."""
+        target = releases / f"deploy-{req.deploy_id}"
+        shutil.copytree(req.dir, target)
+        link = releases / f".current-{req.deploy_id}"
+        link.symlink_to(target.name)
+        link.replace(releases / "current")
+        return DeployTrainedModelResult(ref=str(target), details={"files": len(req.model.files)})
+
+    return release
+
+
+def _follow(url: str, headers: Mapping[str, str], deployer: str, done: threading.Event) -> None:
+    """Show on the terminal, once a second, how far the newest running deployment by this deployer is."""
+    while not done.wait(1):
+        text = "waiting"
+        with contextlib.suppress(
+            _Dropped, OSError, http.client.HTTPException, ValueError, KeyError
+        ):
+            request = urllib.request.Request(url, headers=dict(headers))
+            with _open_url(Context(), request, CONNECT_TIMEOUT_S) as response:
+                rows = json.loads(response.read())["deployments"]
+            progress = next(
+                row["progress"]
+                for row in rows
+                if (row["status"], row["deployer"]) == ("running", deployer)
+            )
+            text = (
+                "{files_done} of {files_total} files, {bytes_done} of {bytes_total} bytes".format(
+                    **progress
+                )
+            )
+            if progress["files_done"] == progress["files_total"] > 0:
+                text = "the deployer is working"
+        print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
+    print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _run_deploy(options: Json) -> int:
+    url = f"{options['url']}/v1/gb/training/models/{options['model_id']}/deployments"
+    key = _secret(os.environ.get("GLIGABAO_API_KEY"), "GLIGABAO_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    # The options go as they were typed, so that every number arrives as it was written.
+    body = f'{{"deployer": {_encode_json(options["deployer"])}, "options": {options.get("options", "null")}}}'
+    done = threading.Event()
+    if sys.stderr.isatty():
+        threading.Thread(
+            target=_follow, args=(url, headers, options["deployer"], done), daemon=True
+        ).start()
+    try:
+        with _open_url(
+            Context(), urllib.request.Request(url, body.encode(), headers), None
+        ) as response:
+            answer = json.loads(response.read())
+            deployment = answer.get("deployment", answer)
+            if "id" not in deployment:
+                raise ValueError(answer["error"])
+    except (_Dropped, OSError, http.client.HTTPException) as error:
+        raise ValueError(
+            f"{options['url']}: {_text_of(error)}; the deployments of the model say what became of it"
+        ) from error
+    except (json.JSONDecodeError, AttributeError, KeyError):
+        raise ValueError(
+            f"{options['url']} answered status {response.status} and no JSON of this API"
+        ) from None
+    finally:
+        done.set()
+    print(json.dumps(deployment, indent=2, ensure_ascii=False))
+    return 0 if deployment["status"] == "completed" else 1
+
+
+def _run_demo(options: Json) -> int:
+    once = options.pop("once", False)
+    with tempfile.TemporaryDirectory(prefix="gligabao-demo-") as made:
+        home = Path(made)
+        home.joinpath("releases").mkdir()
+        options |= {
+            "training": True,
+            "sidecar": str(home / "models"),
+            "database": str(home / "gligabao.db"),
+            "trained_model_deployers": {"release": _release_deployer(home / "releases")},
+        }
+        files = _make_adapter(home / "models" / "trained" / "demo-lora")
+        with contextlib.closing(open_store(options["database"])) as store:
+            record_model(
+                Context(),
+                store,
+                None,
+                {"job_id": "demo-lora", "name": "demo adapter", "files": files},
+            )
+        port = options.setdefault("port", 7878)
+        if once or (port == 7878 and _is_taken(port)):
+            options["port"] = 0
+        with Server(**options) as server:
+            if once:
+                return _run_deploy({"url": server.url, "model_id": 1, "deployer": "release"})
+            url = f"{server.url}/v1/gb/training/models/1/deployments"
+            print(f"Open {server.url}/admin and deploy the model there, or run")
+            print(f'\n    curl {url} -d \'{{"deployer": "release"}}\'\n')
+            print(
+                f"Releases go to {home / 'releases'}. Ctrl-C stops, and removes all of it.",
+                flush=True,
+            )
+            _wait_for_the_end(threading.Event())
+    return 0
+
+
+def main(argv: Sequence[str] | None = None, **options: Any) -> int:
+    """Run the command line, `argv` or the process's own, with `options` of `serve`, such as your deployers.
+
+    A flag wins over an option. Returns the exit code: 0, or 1 when a start failed, which is said in one
+    line; exits with 2 on bad usage. Configures logging unless the program has.
+    """
+    given = vars(_parser().parse_args(argv))
+    command = given.pop("command")
+    quiet = command == "demo" and given.get("once")
+    logging.basicConfig(
+        level=logging.WARNING if quiet else logging.INFO, format="%(levelname)s %(message)s"
+    )
+    keys = {
+        "api_key": os.environ.get("GLIGABAO_API_KEY"),
+        "sidecar_token": os.environ.get("GLIGABAO_SIDECAR_TOKEN"),
+    }
+    try:
+        match command:
+            case "serve":
+                return _run_serve(keys | options | given)
+            case "sidecar":
+                return _run_sidecar(given)
+            case "deploy":
+                return _run_deploy(given)
+            case _:
+                return _run_demo(options | given)
+    except KeyboardInterrupt:
+        return 130
+    except (
+        Exception
+    ) as error:  # the border to the person at the terminal: one line, whatever it was
+        text = " ".join(_text_of(error).split())
+        print(f"gligabao: {_UNPRINTABLE.sub('?', text)}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

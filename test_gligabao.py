@@ -1,0 +1,3141 @@
+"""The tests of gligabao, in the order of its rooms, on real sockets, files, databases and a real browser.
+
+    pip install '.[test]' && python -m pytest
+
+PostgreSQL is a throwaway cluster where its programs are found, or the server that
+GLIGABAO_TEST_POSTGRES names; with GLIGABAO_TEST_REQUIRE=1 nothing is skipped for want of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import http.client
+import inspect
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import sqlite3
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+import gligabao
+from gligabao import (
+    Context,
+    DeployRequest,
+    DeployTrainedModelResult,
+    TrainedModel,
+    TrainedModelFile,
+)
+
+HERE = Path(__file__).parent
+MODULE = HERE / "gligabao.py"
+API = "/v1/gb/training"
+REQUIRED = os.environ.get("GLIGABAO_TEST_REQUIRE") == "1"
+DEPLOYMENT_KEYS = [
+    "id",
+    "trained_model_id",
+    "deployer",
+    "options",
+    "status",
+    "dir",
+    "ref",
+    "details",
+    "error",
+    "duration_ms",
+    "created_at",
+    "completed_at",
+]
+
+# ---- what the tests stand on ---------------------------------------------------------------------
+
+
+def payload(size: int, seed: object = 0) -> bytes:
+    """Bytes that differ everywhere and between seeds."""
+    blocks = (hashlib.sha256(f"{seed}/{n}".encode()).digest() for n in range(size // 32 + 1))
+    return b"".join(blocks)[:size]
+
+
+def listed(files: dict[str, bytes]) -> list[dict[str, Any]]:
+    return [
+        {"path": path, "size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for path, data in files.items()
+    ]
+
+
+def model_of(files: dict[str, bytes], job_id: str = "job-1") -> TrainedModel:
+    recorded = tuple(TrainedModelFile(**entry) for entry in listed(files))
+    return TrainedModel(1, "a model", job_id, path=f"trained/{job_id}", files=recorded)
+
+
+def until(what: Callable[[], Any], timeout: float = 10) -> Any:
+    """Wait for something that happens elsewhere; return its value."""
+    end = time.monotonic() + timeout
+    while not (value := what()):
+        assert time.monotonic() < end, f"{inspect.getsource(what).strip()} did not come true"
+        threading.Event().wait(0.01)
+    return value
+
+
+def on_disk(root: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
+
+
+class Answer:
+    """One answer, its body read as strict JSON."""
+
+    def __init__(self, status: int, headers: Any, body: bytes) -> None:
+        self.status, self.headers, self.body = status, headers, body
+
+    @property
+    def json(self) -> Any:
+        assert self.headers["Content-Type"] == "application/json", self.body
+        return json.loads(self.body.decode(), parse_constant=pytest.fail)
+
+    @property
+    def error(self) -> str:
+        text = self.json["error"]
+        assert isinstance(text, str)
+        assert text
+        return text
+
+
+def request(
+    url: str, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
+) -> Answer:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    with contextlib.closing(connection):
+        connection.request(method, path, data, headers or {})
+        response = connection.getresponse()
+        return Answer(response.status, response.headers, response.read())
+
+
+class App:
+    """A server and what a client does with it."""
+
+    def __init__(
+        self, server: gligabao.Server, root: Path, events: list[gligabao.SystemEvent]
+    ) -> None:
+        self.url, self.root, self.events = server.url, root, events
+        self.port = urlsplit(self.url).port or 0
+
+    def __call__(self, method: str, path: str, body: object = None, **headers: str) -> Answer:
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        return request(self.url, method, API + path, body, names)
+
+    def record(self, files: dict[str, bytes], job_id: str = "job-1", **fields: object) -> int:
+        answer = self("POST", "/models", {"job_id": job_id, "files": listed(files), **fields})
+        assert answer.status == 201, answer.body
+        return int(answer.json["id"])
+
+    def deploy(self, model: int, deployer: str = "ok", options: object = None) -> Answer:
+        return self(
+            "POST", f"/models/{model}/deployments", {"deployer": deployer, "options": options}
+        )
+
+    def history(self, model: int) -> list[dict[str, Any]]:
+        return list(self("GET", f"/models/{model}/deployments").json["deployments"])
+
+    def newest(self, model: int) -> dict[str, Any]:
+        return (self.history(model) or [{}])[0]
+
+    def progress(self, model: int) -> dict[str, int]:
+        return dict(self.newest(model).get("progress", {}))
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+
+    def start_deploy(
+        self, model: int, deployer: str = "ok", options: object = None
+    ) -> socket.socket:
+        """Send a request for a deployment, and leave it unanswered."""
+        body = json.dumps({"deployer": deployer, "options": options}).encode()
+        connection = self.connect()
+        head = f"POST {API}/models/{model}/deployments HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        return connection
+
+    def failed(self, model: int, answer: Answer) -> dict[str, Any]:
+        """Check the four things that every recorded failure leaves; return the stored deployment."""
+        assert answer.status == 502, answer.body
+        deployment = answer.json["deployment"]
+        assert answer.error == deployment["error"]
+        assert (deployment["status"], deployment["ref"], deployment["details"]) == (
+            "failed",
+            "",
+            {},
+        )
+        assert deployment in self.history(model)
+        event = next(
+            event for event in self.events if event.fields["deploy_id"] == deployment["id"]
+        )
+        assert (event.type, event.fields["error"]) == ("training.model_deploy.failed", answer.error)
+        assert not list(self.root.rglob(".fetch-*"))
+        return dict(deployment)
+
+
+def ok(ctx: Context, req: gligabao.DeployTrainedModelRequest) -> DeployTrainedModelResult:
+    """Does nothing, and says so.
+
+    This line is no description."""
+    return DeployTrainedModelResult(f"ok-{req.deploy_id}", {"files": len(req.model.files)})
+
+
+def broken(ctx: Context, req: gligabao.DeployTrainedModelRequest) -> None:
+    raise RuntimeError("the bucket is on fire")
+
+
+def echo(ctx: Context, req: gligabao.DeployTrainedModelRequest) -> DeployTrainedModelResult:
+    model = dataclasses.asdict(req.model)
+    return DeployTrainedModelResult(
+        "echo", {"options": req.options, "model": model, "id": req.deploy_id}
+    )
+
+
+def patient(ctx: Context, req: gligabao.DeployTrainedModelRequest) -> None:
+    ctx.wait(30)
+    ctx.raise_if_cancelled()
+
+
+DEPLOYERS: dict[str, Any] = {"ok": ok, "broken": broken, "echo": echo, "patient": patient}
+
+
+class Sidecar:
+    """A sidecar of raw sockets: serves `files`, and misbehaves by `script`, one entry a request of a file."""
+
+    def __init__(self) -> None:
+        self.files: dict[tuple[str, str], bytes] = {}
+        self.script: dict[str, list[Callable[[socket.socket, bytes, int], None]]] = {}
+        self.asked: list[str] = []
+        self.heads: list[str] = []
+        self.sent = 0
+        self.release = threading.Event()
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.thread = threading.Thread(target=self._accept, daemon=True)
+        self.thread.start()
+
+    def add(self, files: dict[str, bytes], job_id: str = "job-1") -> None:
+        self.files |= {(f"trained/{job_id}", path): data for path, data in files.items()}
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self.listener.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:
+            connection.settimeout(20)
+            head = b""
+            while b"\r\n\r\n" not in head:
+                if not (more := connection.recv(4096)):
+                    return
+                head += more
+            text = head.decode("latin-1")
+            query = parse_qs(urlsplit(text.split()[1]).query)
+            file = query["file"][0]
+            self.asked.append(file)
+            self.heads.append(text)
+            ranged = re.search(r"Range: bytes=(\d+)-", text)
+            data = self.files.get((query["model_path"][0], file), b"")
+            script = self.script.get(file)
+            act = script.pop(0) if script else good
+            act(connection, data, int(ranged[1]) if ranged else 0)
+
+    def close(self) -> None:
+        self.release.set()
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.thread.join(5)
+
+
+def head(status: int, *lines: str) -> bytes:
+    return "\r\n".join([f"HTTP/1.1 {status} X", "Connection: close", *lines, "", ""]).encode()
+
+
+def good(connection: socket.socket, data: bytes, start: int) -> None:
+    if start:
+        lines = (
+            f"Content-Length: {len(data) - start}",
+            f"Content-Range: bytes {start}-{len(data) - 1}/{len(data)}",
+        )
+        connection.sendall(head(206, *lines) + data[start:])
+    else:
+        connection.sendall(head(200, f"Content-Length: {len(data)}") + data)
+
+
+def says(reply: bytes) -> Callable[[socket.socket, bytes, int], None]:
+    return lambda connection, data, start: connection.sendall(reply)
+
+
+def whole(
+    data: bytes, status: int = 200, *lines: str
+) -> Callable[[socket.socket, bytes, int], None]:
+    return says(head(status, f"Content-Length: {len(data)}", *lines) + data)
+
+
+def cut(count: int) -> Callable[[socket.socket, bytes, int], None]:
+    """Announce everything that is asked for, send `count` bytes of it, and close."""
+
+    def act(connection: socket.socket, data: bytes, start: int) -> None:
+        status = 206 if start else 200
+        lines = [f"Content-Length: {len(data) - start}"]
+        if start:
+            lines.append(f"Content-Range: bytes {start}-{len(data) - 1}/{len(data)}")
+        connection.sendall(head(status, *lines) + data[start : start + count])
+
+    return act
+
+
+@pytest.fixture
+def sidecar() -> Iterator[Sidecar]:
+    made = Sidecar()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Cluster]:
+    with contextlib.ExitStack() as held:
+        yield held.enter_context(Cluster.found())
+
+
+class Cluster:
+    """A throwaway PostgreSQL cluster on loopback."""
+
+    @staticmethod
+    @contextlib.contextmanager
+    def found() -> Iterator[Cluster]:
+        programs = next(
+            (
+                path
+                for path in sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+                if (path / "initdb").exists()
+            ),
+            Path(shutil.which("initdb") or "/nowhere/initdb").parent,
+        )
+        if not (programs / "initdb").exists():
+            if REQUIRED:
+                pytest.fail("initdb is missing, and GLIGABAO_TEST_REQUIRE is set")
+            pytest.skip("PostgreSQL's initdb is not on this machine")
+        with tempfile.TemporaryDirectory(prefix="gligabao-pg-", ignore_cleanup_errors=True) as home:
+            cluster = Cluster(programs, Path(home))
+            try:
+                yield cluster
+            finally:
+                cluster.control("stop", "-m", "immediate")
+
+    def __init__(self, programs: Path, home: Path) -> None:
+        self.programs, self.home = programs, home
+        self.account: dict[str, Any] = {}
+        if os.getuid() == 0:  # PostgreSQL refuses to run as root
+            shutil.chown(home, "postgres", "postgres")
+            self.account = {"user": "postgres", "group": "postgres", "extra_groups": []}
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self.run(
+            "initdb",
+            "-D",
+            home / "data",
+            "-A",
+            "trust",
+            "-U",
+            "postgres",
+            "--no-sync",
+            "-E",
+            "UTF8",
+            "--locale=C",
+        )
+        self.control("start")
+
+    def run(self, program: str, *words: object) -> None:
+        done = subprocess.run(
+            [self.programs / program, *map(str, words)],
+            cwd=self.home,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=60,
+            **self.account,
+        )
+        assert done.returncode == 0, done.stdout.decode()
+
+    def control(self, action: str, *words: str) -> None:
+        flags = f"-p {self.port} -k {self.home} -c listen_addresses=127.0.0.1 -c fsync=off -c timezone=Asia/Kolkata"
+        self.run(
+            "pg_ctl",
+            "-D",
+            self.home / "data",
+            "-l",
+            self.home / "log",
+            "-w",
+            "-o",
+            flags,
+            *words,
+            action,
+        )
+
+    def url(self, name: str = "postgres") -> str:
+        return f"postgresql://postgres@127.0.0.1:{self.port}/{name}"
+
+
+numbers = iter(range(1, 1_000_000))
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where the records of a test are kept: each test that uses this runs on both databases."""
+    if request.param == "sqlite":
+        return str(tmp_path / "gligabao.db")
+    import psycopg
+
+    if server := os.environ.get("GLIGABAO_TEST_POSTGRES"):
+        make, base = server, server.rpartition("/")[0]
+    else:
+        cluster = request.getfixturevalue("postgres")
+        make, base = cluster.url(), cluster.url("")[:-1]
+    name = f"gligabao_test_{os.getpid()}_{next(numbers)}"
+    with psycopg.connect(make, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}")  # type: ignore[call-overload]
+    return f"{base}/{name}"
+
+
+@contextlib.contextmanager
+def direct(database: str) -> Iterator[Callable[..., list[Any]]]:
+    """A way into the database past gligabao."""
+    if "://" in database:
+        import psycopg
+
+        with psycopg.connect(database, autocommit=True) as connection:
+
+            def run(sql: str, *values: object) -> list[Any]:
+                cursor = connection.execute(sql.replace("?", "%s"), values)  # type: ignore[call-overload]
+                return cursor.fetchall() if cursor.description else []
+
+            yield run
+    else:
+        with contextlib.closing(sqlite3.connect(database, 10, isolation_level=None)) as lite:
+            yield lambda sql, *values: lite.execute(sql, values).fetchall()
+
+
+def plant(database: str, job_id: str, files: object, **columns: object) -> int:
+    """Write a model straight into the table, whatever the API thinks of it."""
+    row = {"name": job_id, "job_id": job_id, "params": "{}", "path": f"trained/{job_id}"}
+    row |= {
+        "files": files if isinstance(files, str | None) else json.dumps(files),
+        "created_at": "2026-01-02T03:04:05Z",
+    }
+    row |= columns  # type: ignore[arg-type]
+    with direct(database) as sql:
+        marks = ", ".join("?" * len(row))
+        sql(f"INSERT INTO gb_trained_models ({', '.join(row)}) VALUES ({marks})", *row.values())
+        return int(sql("SELECT max(id) FROM gb_trained_models")[0][0])
+
+
+@pytest.fixture
+def serve(tmp_path: Path, sidecar: Sidecar) -> Iterator[Callable[..., App]]:
+    """Start servers with the test's sidecar, deployers and an event hook that keeps what it gets."""
+    with contextlib.ExitStack() as held:
+
+        def start(**options: Any) -> App:
+            events: list[gligabao.SystemEvent] = []
+            options = {
+                "port": 0,
+                "training": True,
+                "database": str(tmp_path / "gligabao.db"),
+                "sidecar": sidecar.url,
+                "trained_model_deploy_dir": tmp_path / "trained_models",
+                "trained_model_deployers": DEPLOYERS,
+                "system_event": events.append,
+            } | options
+            server = held.enter_context(gligabao.Server(**options))
+            return App(server, Path(options["trained_model_deploy_dir"]), events)
+
+        yield start
+
+
+@pytest.fixture
+def app(serve: Callable[..., App], database: str) -> App:
+    """A server, on each of the databases."""
+    return serve(database=database)
+
+
+@pytest.fixture
+def lite(serve: Callable[..., App]) -> App:
+    """A server on SQLite, for what no database has a part in."""
+    return serve()
+
+
+def run(*words: object, cwd: Path, env: dict[str, str] | None = None, code: int | None = 0) -> Any:
+    """Run the module as a program of its own; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, str(MODULE), *map(str, words)],
+        cwd=cwd,
+        env={"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1", **(env or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert code is None or done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+THREE = {
+    "adapter_config.json": b'{"r": 8}',
+    "adapter_model.safetensors": payload(3000),
+    "tokenizer/vocab.txt": payload(500, 1),
+}
+
+# ---- the module ----------------------------------------------------------------------------------
+
+
+def test_module_reads_bottom_up_without_later_names() -> None:
+    tree = ast.parse(MODULE.read_text())
+    defined = {
+        node.name: node.lineno
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    notes = {
+        id(name)
+        for node in ast.walk(tree)
+        for note in (getattr(node, "annotation", None), getattr(node, "returns", None))
+        if note
+        for name in ast.walk(note)
+    }
+    later = [
+        f"line {name.lineno} uses {name.id}"
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        for name in ast.walk(node)
+        if isinstance(name, ast.Name) and id(name) not in notes
+        if defined.get(name.id, 0) > (node.end_lineno or 0)
+    ]
+    assert later == []
+
+
+def test_public_names_are_documented_and_listed() -> None:
+    public = {
+        name
+        for name, value in vars(gligabao).items()
+        if getattr(value, "__module__", "") == "gligabao"
+        and not name.startswith("_")
+        and callable(value)
+    }
+    assert public - {"audit_model", "record_model"} <= {*gligabao.__all__}
+    named = [
+        getattr(gligabao, name) for name in gligabao.__all__ if name != "DeployTrainedModelFunc"
+    ]
+    assert [value for value in named if not value.__doc__] == []
+
+
+def test_module_copied_alone_imports_quietly_and_only_the_standard_library(tmp_path: Path) -> None:
+    shutil.copy(MODULE, tmp_path)
+    code = (
+        "import sys, threading; before = {*sys.modules}; sys.path.insert(0, '.'); import gligabao;"
+        "new = {name.split('.')[0] for name in {*sys.modules} - before} - {*sys.stdlib_module_names};"
+        "print(sorted(new), threading.active_count())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-IBc", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("['gligabao'] 1\n", "")
+
+
+# ---- errors and types ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NaN",
+        "Infinity",
+        "1e400",
+        '"\\ud800"',
+        "\ufeff1",
+        "[" * 301 + "]" * 301,
+        "[" * 20_000,
+        "9" * 5000,
+        "{} {}",
+        "",
+    ],
+    ids=str,
+)
+def test_json_in_is_strict(text: str) -> None:
+    with pytest.raises(ValueError, match="."):
+        gligabao._decode_json(text.encode())
+
+
+def test_json_in_takes_300_levels_and_keeps_the_kinds_of_numbers() -> None:
+    deep = "[" * 300 + "]" * 300
+    assert json.dumps(gligabao._decode_json(deep.encode())) == deep
+    assert str(
+        gligabao._decode_json(b'[1.0, 1, 12345678901234567890123, -0.0, {"a": 1, "a": 2}]')
+    ) == ("[1.0, 1, 12345678901234567890123, -0.0, {'a': 2}]")
+
+
+def test_json_in_that_is_not_utf8_says_where() -> None:
+    with pytest.raises(ValueError, match="not UTF-8 at byte 1"):
+        gligabao._decode_json(b'"\x97"')
+
+
+# ---- context -------------------------------------------------------------------------------------
+
+
+def test_context_keeps_the_first_reason_and_calls_its_acts_once() -> None:
+    ctx, calls = Context(), []
+    with ctx.on_cancel(lambda: calls.append("act")):
+        assert not ctx.wait(0)
+        ctx.cancel("first")
+        ctx.cancel("second")
+    with ctx.on_cancel(lambda: calls.append("late")):
+        pass
+    assert (ctx.cancelled, ctx.reason, ctx.wait(), calls) == (True, "first", True, ["act", "late"])
+    with pytest.raises(gligabao.Cancelled, match="first"):
+        ctx.raise_if_cancelled()
+
+
+def test_inner_context_ends_with_the_outer_one_and_at_its_limit() -> None:
+    ctx = Context()
+    with ctx.inner(0.01) as inner:
+        assert inner.wait(10)
+    assert not ctx.cancelled
+    with ctx.inner() as inner:
+        ctx.cancel("over")
+        assert inner.reason == "over"
+
+
+# ---- wire ----------------------------------------------------------------------------------------
+
+
+def raw(app: App, data: bytes, count: int = 1) -> list[Answer]:
+    """Send bytes as they are; return up to `count` answers."""
+    answers: list[Answer] = []
+    with app.connect() as connection, connection.makefile("rb") as file:
+        connection.sendall(data)
+        while len(answers) < count and (line := file.readline()):
+            headers = http.client.parse_headers(file)
+            body = file.read(int(headers["Content-Length"]))
+            answers.append(Answer(int(line.split()[1]), headers, body))
+    return answers
+
+
+FRAMING = {
+    "no Host": b"GET /health HTTP/1.1\r\n\r\n",
+    "two Hosts": b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
+    "no header line": b"GET /health HTTP/1.1\r\nHost: localhost\r\nnonsense\r\nContent-Length: 5\r\n\r\n",
+    "a folded line": b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: a\r\n b\r\n\r\n",
+    "a blank before the colon": b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length : 5\r\n\r\n",
+    "HTTP/0.9": b"GET /health\r\n\r\n",
+    "HTTP/9.9": b"GET /health HTTP/9.9\r\nHost: localhost\r\n\r\n",
+    "three words too many": b"GET /health HTTP/1.1 x y z\r\nHost: localhost\r\n\r\n",
+    "a long line": b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "a long header": b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 70_000 + b"\r\n\r\n",
+    "200 headers": b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: x\r\n" * 200 + b"\r\n",
+    **{
+        f"Content-Length {value}": f"POST {API}/models HTTP/1.1\r\nHost: localhost\r\nContent-Length: {value}\r\n\r\n{{}}".encode()
+        for value in (
+            "-1",
+            "+2",
+            "0x2",
+            "2_0",
+            "2, 2",
+            "",
+            "9" * 30,
+            "2\r\nContent-Length: 2",
+            "1048577",
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("data", FRAMING.values(), ids=FRAMING)
+def test_bad_framing_is_400_and_the_end_of_the_connection(lite: App, data: bytes) -> None:
+    (answer,) = raw(lite, data + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 2)
+    assert (answer.status, answer.headers["Connection"]) == (400, "close")
+    assert answer.error
+
+
+def test_chunked_body_is_411_and_the_end_of_the_connection(lite: App) -> None:
+    head = f"POST {API}/models HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{{}}\r\n0\r\n\r\n"
+    (answer,) = raw(lite, head.encode(), 2)
+    assert (answer.status, answer.headers["Connection"]) == (411, "close")
+
+
+def test_unread_body_does_not_become_the_next_request(lite: App) -> None:
+    hidden = b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    first = f"POST {API}/models/99/deployments HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(hidden)}\r\n\r\n"
+    second = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    answers = raw(lite, first.encode() + hidden + second, 3)
+    assert [answer.status for answer in answers] == [404, 200]
+
+
+def test_expect_100_is_answered_before_the_body_only_where_the_body_is_wanted(lite: App) -> None:
+    head = (
+        "POST {} HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n"
+    )
+    with lite.connect() as connection:
+        connection.sendall(head.format(f"{API}/models").encode())
+        assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(b"{}")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
+    (answer,) = raw(lite, head.format(f"{API}/models/99/deployments").encode(), 2)
+    assert (answer.status, answer.headers["Connection"]) == (404, "close")
+
+
+def test_head_is_get_without_a_body_and_the_connection_goes_on(lite: App) -> None:
+    line = b"HEAD /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with lite.connect() as connection:
+        connection.sendall(line + line)
+        data = b""
+        while data.count(b"\r\n\r\n") < 2:
+            data += connection.recv(4096)
+    body = request(lite.url, "GET", "/health").body
+    assert data.count(f"Content-Length: {len(body)}".encode()) == 2
+    assert data.endswith(b"\r\n\r\n")
+
+
+def test_silent_half_and_slow_requests_are_dropped(
+    lite: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gligabao, "IDLE_TIMEOUT_S", 0.5)
+    for begun in (
+        b"",
+        b"GET /health HTTP/1.1\r\nHo",
+        b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\nab",
+    ):
+        with lite.connect() as connection:
+            connection.sendall(begun)
+            with contextlib.suppress(OSError):
+                while connection.recv(4096):
+                    pass
+    with lite.connect() as connection, pytest.raises(OSError, match="."):
+        for byte in b"GET /health HTTP/1.1\r\n" + b"X: y\r\n" * 50:
+            connection.sendall(bytes([byte]))
+            threading.Event().wait(0.05)
+
+
+def test_pipelined_requests_are_answered_in_order(lite: App) -> None:
+    lines = [
+        f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+        for path in ("/health", "/nope", "/admin")
+    ]
+    assert [answer.status for answer in raw(lite, b"".join(lines), 3)] == [200, 404, 200]
+
+
+ELSEWHERE = {
+    "a rebound name": {"Host": "evil.example"},
+    "a name that begins well": {"Host": "127.0.0.1.evil.example"},
+    "another address": {"Host": "192.168.0.1"},
+    "another origin": {"Origin": "http://evil.example"},
+    "no origin of its own": {"Origin": "null"},
+    "another port": {"Origin": "http://localhost:1"},
+    "a cross-site fetch": {"Sec-Fetch-Site": "cross-site"},
+    "a same-site fetch": {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "cors"},
+}
+
+
+@pytest.mark.parametrize("headers", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_without_a_key_what_comes_from_elsewhere_is_403(lite: App, headers: dict[str, str]) -> None:
+    for method, path in (("GET", "/health"), ("POST", f"{API}/models"), ("GET", "/nope")):
+        assert request(lite.url, method, path, headers=headers).status == 403
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:1", "127.0.0.1", "127.9.9.9:80", "[::1]", "[::1]:7878"]
+)
+def test_without_a_key_this_machine_may_come_in(lite: App, host: str) -> None:
+    headers = {"Host": host, "Origin": f"http://{host}", "Sec-Fetch-Site": "same-origin"}
+    assert request(lite.url, "GET", "/health", headers=headers).status == 200
+
+
+def test_without_a_key_a_link_on_another_site_opens_the_page_and_nothing_else(lite: App) -> None:
+    headers = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    statuses = [
+        request(lite.url, "GET", path, headers=headers).status
+        for path in ("/", "/admin", "/health", f"{API}/models")
+    ]
+    assert statuses == [302, 200, 403, 403]
+
+
+def test_with_a_key_the_api_needs_it_and_nothing_else_is_looked_at(
+    serve: Callable[..., App],
+) -> None:
+    app = serve(api_key="correct horse")
+    for value in (
+        None,
+        "Bearer wrong",
+        "correct horse",
+        "Bearer",
+        "Basic correct horse",
+        "Bearer correct horse ",
+        "Bearer \xff",
+    ):
+        headers = {"Authorization": value} if value else {}
+        answer = app("GET", "/models", **headers)
+        assert answer.status == 401
+        assert "correct" not in answer.error
+        assert app("GET", "/nope", **headers).status == 401
+    elsewhere = {"Host": "models.example", "Origin": "https://models.example"}
+    assert app("GET", "/models", Authorization="Bearer correct horse", **elsewhere).status == 200
+    assert request(app.url, "GET", "/admin", headers=elsewhere).status == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "", "::"])
+def test_without_a_key_only_loopback_is_bound(host: str, tmp_path: Path) -> None:
+    server = gligabao.Server(host=host, port=0, database=str(tmp_path / "x.db"))
+    with pytest.raises(ValueError, match="needs a key"), server:
+        pass
+
+
+def test_burst_of_200_connections_is_answered(lite: App) -> None:
+    barrier = threading.Barrier(200)
+
+    def ask(_: int) -> int:
+        barrier.wait()
+        return request(lite.url, "GET", f"{API}/deployers").status
+
+    with ThreadPoolExecutor(200) as pool:
+        assert {*pool.map(ask, range(200))} == {200}
+
+
+def test_log_escapes_control_characters(lite: App, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "gligabao")
+    raw(lite, b"GET /\x1b[2J HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    text = until(lambda: next((message for message in caplog.messages if "[2J" in message), ""))
+    assert "\\x1b[2J" in text
+    assert "\x1b" not in text
+
+
+# ---- deployers -----------------------------------------------------------------------------------
+
+INVALID = {
+    "21": [gligabao.TrainedModelDeployer(f"d{n}", ok) for n in range(21)],
+    **{
+        repr(name): [gligabao.TrainedModelDeployer(name, ok)]  # type: ignore[arg-type]
+        for name in ("", "x" * 65, "a b", ".a", "-a", "_a", "a/b", "a\n", "ü", "a\u0661", 5)
+    },
+    "twice": [gligabao.TrainedModelDeployer("a", ok), gligabao.TrainedModelDeployer("a", ok)],
+    "no function": [gligabao.TrainedModelDeployer("a", None)],  # type: ignore[arg-type]
+    "no deployer": ["a"],
+}
+
+
+@pytest.mark.parametrize("registry", INVALID.values(), ids=INVALID)
+def test_invalid_deployer_is_refused_before_anything_is_made(registry: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="^invalid trained model deployer: "):
+        gligabao.Server(database=str(tmp_path / "made" / "x.db"), trained_model_deployers=registry)
+    assert not (tmp_path / "made").exists()
+
+
+def test_deployers_are_sorted_and_described_by_the_first_line() -> None:
+    names = ["x" * 64, "0", "a_b-c.D", "A", *(f"d{n}" for n in range(16))]
+    assert [
+        deployer.name for deployer in gligabao.resolve_deployers(dict.fromkeys(names, ok))
+    ] == sorted(names)
+    assert gligabao.resolve_deployers({"ok": ok})[0].description == "Does nothing, and says so."
+    assert (
+        gligabao.resolve_deployers(iter([gligabao.TrainedModelDeployer("a", ok, "text")]))[
+            0
+        ].description
+        == "text"
+    )
+    assert gligabao.resolve_deployers(None) == []
+
+
+# ---- store ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(database: str) -> Iterator[Any]:
+    with contextlib.closing(gligabao.open_store(database)) as opened:
+        yield opened
+
+
+def test_tables_have_the_columns_and_the_index(store: Any, database: str) -> None:
+    plant(database, "job-1", [])
+    deploy_id = store.record_trained_model_deployment(1, "ok", {"a": 1.0})
+    assert list(store.get_trained_model_deployment(deploy_id)) == DEPLOYMENT_KEYS
+    with direct(database) as sql:
+        if "://" in database:
+            query = (
+                "SELECT indexdef FROM pg_indexes WHERE tablename = 'gb_trained_model_deployments'"
+            )
+            assert any("(trained_model_id, id" in row[0] for row in sql(query))
+        else:
+            newest = "SELECT * FROM gb_trained_model_deployments WHERE trained_model_id = 1 ORDER BY id DESC"
+            plan = str(sql(f"EXPLAIN QUERY PLAN {newest}"))
+            assert "USING INDEX gb_trained_model_deployments_newest" in plan
+            assert "TEMP B-TREE" not in plan
+            assert sql("PRAGMA journal_mode") == [("wal",)]
+
+
+def test_deployment_is_stored_running_and_then_as_it_ended(store: Any, database: str) -> None:
+    plant(database, "job-1", [])
+    first, second = (store.record_trained_model_deployment(1, "ok", {"x": 1.0}) for _ in range(2))
+    running = store.get_trained_model_deployment(first)
+    assert running | {"created_at": ""} == dict(
+        zip(
+            DEPLOYMENT_KEYS,
+            [first, 1, "ok", {"x": 1.0}, "running", "", "", {}, "", 0, "", None],
+            strict=True,
+        )
+    )
+    ended = store.finish_trained_model_deployment(first, "failed", "/d", "r", {"k": [1]}, "why", 5)
+    assert ended == store.get_trained_model_deployment(first)
+    assert [ended[key] for key in DEPLOYMENT_KEYS[4:10]] == [
+        "failed",
+        "/d",
+        "r",
+        {"k": [1]},
+        "why",
+        5,
+    ]
+    assert ended["completed_at"] >= ended["created_at"] == running["created_at"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z", ended["created_at"])
+    assert [row["id"] for row in store.list_trained_model_deployments(1)] == [second, first]
+    assert [row["id"] for row in store.list_trained_model_deployments(1, limit=1)] == [second]
+    assert store.get_trained_model_deployment(999) is None
+    assert store.finish_trained_model_deployment(999, "failed", "", "", {}, "", 0) is None
+
+
+def test_text_no_database_holds_is_replaced_not_lost(store: Any, database: str) -> None:
+    plant(database, "job-1", [])
+    deploy_id = store.record_trained_model_deployment(1, "ok", {})
+    ended = store.finish_trained_model_deployment(
+        deploy_id, "failed", "", "a\0b", {"k\0": "\0"}, "x\ud800y", 1
+    )
+    assert (ended["ref"], ended["error"], ended["details"]) == (
+        "a\ufffdb",
+        "x\ufffdy",
+        {"k\0": "\0"},
+    )
+
+
+def test_ids_are_never_used_again(app: App, sidecar: Sidecar) -> None:
+    sidecar.add(THREE)
+    first = app.record(THREE)
+    deployed = app.deploy(first).json["id"]
+    assert app("DELETE", f"/models/{first}").status == 204
+    second = app.record(THREE)
+    assert second > first
+    assert app.deploy(second).json["id"] > deployed
+
+
+def test_deleting_a_model_deletes_its_deployments_only(
+    app: App, sidecar: Sidecar, database: str
+) -> None:
+    models = [app.record({"a": b"1"}, job) for job in ("job-1", "job-2", "job-3")]
+    for job, model in zip(("job-1", "job-2", "job-3"), models, strict=True):
+        sidecar.add({"a": b"1"}, job)
+        assert app.deploy(model).status == 200
+    assert app("DELETE", f"/models/{models[0]}").status == 204
+    assert app("GET", f"/models/{models[0]}/deployments").status == 404
+    with direct(database) as sql:
+        if "://" not in database:
+            sql("PRAGMA foreign_keys = ON")
+        sql("DELETE FROM gb_trained_models WHERE id = ?", models[1])
+        assert sql("SELECT trained_model_id FROM gb_trained_model_deployments") == [(models[2],)]
+    assert (app.root / "job-1" / "a").exists()
+
+
+def test_existing_tables_are_left_as_they_are(database: str) -> None:
+    gligabao.open_store(database).close()
+    with direct(database) as sql:
+        sql("ALTER TABLE gb_trained_models ADD COLUMN extra TEXT DEFAULT 'mine'")
+    with contextlib.closing(gligabao.open_store(database)) as store:
+        assert plant(database, "job-1", []) == store.list_trained_models()[0].id
+    with direct(database) as sql:
+        assert sql("SELECT extra FROM gb_trained_models") == [("mine",)]
+
+
+DAMAGED: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    **{
+        f"params {text!r}": ({"params": text}, {}, None)
+        for text in ("{broken", "[]", "5", "", "null", '{"a": NaN}', None)
+    },
+    **{
+        f"loss {loss}": ({"final_loss": loss}, {}, None)
+        for loss in (float("nan"), float("inf"), -float("inf"))
+    },
+    "texts": ({"name": "", "base_model": None, "dataset": None, "path": None}, {}, None),
+}
+
+
+@pytest.mark.parametrize(("columns", "params", "loss"), DAMAGED.values(), ids=DAMAGED)
+def test_damaged_row_of_a_model_is_shown_and_deploys(
+    app: App, sidecar: Sidecar, database: str, columns: dict[str, Any], params: Any, loss: Any
+) -> None:
+    sidecar.add({"a": b"1"})
+    model = plant(database, "job-1", listed({"a": b"1"}), **columns)
+    shown = app("GET", "/models").json["models"][0]
+    assert (shown["params"], shown["final_loss"]) == (params, loss)
+    assert app.deploy(model, "echo").json["details"]["model"]["params"] == params
+
+
+@pytest.mark.parametrize("files", [None, "", "null", "{broken", "5", '{"path": "a"}', "[]"])
+def test_model_without_recorded_files_fails_by_that_name(
+    app: App, database: str, files: str | None
+) -> None:
+    model = plant(database, "job-1", files)
+    assert (
+        app.failed(model, app.deploy(model))["error"] == "the trained model has no recorded files"
+    )
+    assert app("GET", f"/models/{model}/audit").json["complete"] is False
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        5,
+        None,
+        {},
+        {"path": 5, "size_bytes": 1},
+        {"path": "a", "size_bytes": "1"},
+        {"path": "\ud800"},
+    ],
+)
+def test_bad_entry_of_recorded_files_fails_without_a_request(
+    app: App, sidecar: Sidecar, database: str, bad: Any
+) -> None:
+    model = plant(database, "job-1", [*listed({"good": b"1"}), bad])
+    assert app.failed(model, app.deploy(model))["error"]
+    assert sidecar.asked == []
+    assert app("GET", f"/models/{model}/audit").json["files"][1]["state"] == "missing"
+    assert app("GET", f"/models/{model}").status == 200
+
+
+def test_sqlite_reader_does_not_wait_for_a_writer_and_a_writer_waits(
+    lite: App, sidecar: Sidecar, tmp_path: Path
+) -> None:
+    sidecar.add({"a": b"1"})
+    model = lite.record({"a": b"1"})
+    other = sqlite3.connect(tmp_path / "gligabao.db", isolation_level=None, check_same_thread=False)
+    with contextlib.closing(other), ThreadPoolExecutor(1) as pool:
+        other.execute("BEGIN IMMEDIATE")
+        answer = pool.submit(lite.deploy, model)
+        assert lite("GET", "/models").status == 200
+        assert not answer.done()
+        other.execute("COMMIT")
+        assert answer.result(10).status == 200
+
+
+def test_sqlite_locked_for_too_long_is_500_and_the_server_goes_on(
+    serve: Callable[..., App], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gligabao, "BUSY_TIMEOUT_S", 0.2)
+    app = serve()
+    model = app.record({"a": b"1"})
+    with contextlib.closing(
+        sqlite3.connect(tmp_path / "gligabao.db", isolation_level=None)
+    ) as other:
+        other.execute("BEGIN IMMEDIATE")
+        answer = app.deploy(model)
+        assert (answer.status, "locked" in answer.error) == (500, True)
+        other.execute("COMMIT")
+    assert app.history(model) == []
+
+
+def test_two_servers_start_on_one_empty_database_at_once(database: str) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for store in pool.map(gligabao.open_store, [database] * 4):
+            assert store.list_trained_models() == []
+            store.close()
+
+
+def test_unknown_kind_of_database_is_refused_without_its_password() -> None:
+    with pytest.raises(ValueError, match="mysql") as caught:
+        gligabao.open_store("mysql://u:s3cret@host/x")
+    assert "s3cret" not in str(caught.value)
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+BAD_PATHS = [
+    *(
+        "",
+        "/etc/x",
+        "..",
+        "../x",
+        "a/../x",
+        "a/..",
+        "a..b",
+        "./a",
+        "a/./b",
+        "a//b",
+        "a/",
+        ".",
+        "a\\b",
+        "\\\\host\\x",
+    ),
+    *(
+        "a\0b",
+        "a\nb",
+        "a\x7fb",
+        "a\x9fb",
+        ".fetch-abc",
+        "sub/.fetch-1/x",
+        "x" * 256,
+        "模" * 86,
+        "/".join(["y" * 60] * 34),
+    ),
+    *(5, None, "\ud800"),
+]
+GOOD_PATHS = [
+    "a b.bin",
+    "%2e%2e/x",
+    "CON",
+    "a.",
+    "a ",
+    "~/x",
+    "C:x",
+    "x" * 255,
+    "模" * 85,
+    "-rf",
+    "lock",
+    "Config",
+    "config",
+]
+
+
+@pytest.mark.parametrize("path", BAD_PATHS, ids=repr)
+def test_unsafe_path_is_refused(path: Any) -> None:
+    with pytest.raises(ValueError, match="the path"):
+        gligabao._check_path(path)
+
+
+@pytest.mark.parametrize(
+    "job_id",
+    [
+        "",
+        ".",
+        "..",
+        "a/b",
+        "a..b",
+        "a\\b",
+        "/a",
+        "x" * 129,
+        " ",
+        "a b",
+        "-rf",
+        ".x",
+        "_x",
+        "a\n",
+        "ü",
+        None,
+    ],
+)
+def test_unusable_job_id_is_400_and_not_recorded(
+    lite: App, sidecar: Sidecar, tmp_path: Path, job_id: Any
+) -> None:
+    assert lite("POST", "/models", {"job_id": job_id, "files": listed({"a": b"1"})}).status == 400
+    if job_id is not None:
+        model = plant(str(tmp_path / "gligabao.db"), job_id, listed({"a": b"1"}))
+        assert lite.deploy(model).status == 400
+        assert lite("GET", f"/models/{model}/audit").status == 400
+        assert lite.history(model) == []
+    assert sidecar.asked == []
+
+
+def test_odd_but_safe_names_are_deployed_byte_for_byte(lite: App, sidecar: Sidecar) -> None:
+    files = {path: payload(50, path) for path in GOOD_PATHS}
+    sidecar.add(files)
+    model = lite.record(files)
+    assert lite.deploy(model).status == 200
+    assert lite.deploy(model).status == 200
+    assert sorted(sidecar.asked) == sorted(files)
+    assert on_disk(lite.root / "job-1") == files
+
+
+# ---- sidecar -------------------------------------------------------------------------------------
+
+FINAL = {
+    "too short": (whole(payload(999)), "expected 1000 bytes, got 999 announced"),
+    "too long": (whole(payload(1001)), "expected 1000 bytes, got 1001 announced"),
+    "a length that is none": (
+        says(head(200, "Content-Length: abc")),
+        "expected 1000 bytes, got abc announced",
+    ),
+    "two lengths": (
+        says(head(200, "Content-Length: 1000", "Content-Length: 5")),
+        "got 1000, 5 announced",
+    ),
+    "endless": (says(head(200) + payload(1000) * 50), "expected 1000 bytes, got more"),
+    "one byte more": (says(head(200) + payload(1001)), "expected 1000 bytes, got more"),
+    "other bytes": (whole(payload(1000, 9)), "expected sha256"),
+    "not found": (whole(b"", 404), "expected status 200, got 404"),
+    "no content": (says(head(204)), "expected status 200, got 204"),
+    "a part": (whole(payload(1000), 206), "expected status 200, got 206"),
+    "a redirect": (
+        says(head(302, "Location: http://127.0.0.1:1/", "Content-Length: 0")),
+        "expected status 200, got 302",
+    ),
+    "gzip": (
+        whole(payload(1000), 200, "Content-Encoding: gzip"),
+        "expected no Content-Encoding, got gzip",
+    ),
+    "an HTML page": (whole(b"<html>log in</html>"), "got 19 announced"),
+}
+
+
+@pytest.mark.parametrize(("act", "text"), FINAL.values(), ids=FINAL)
+def test_wrong_answer_of_the_sidecar_fails_once_and_by_name(
+    lite: App, sidecar: Sidecar, act: Any, text: str
+) -> None:
+    files = {"weights.bin": payload(1000)}
+    sidecar.add(files)
+    sidecar.script["weights.bin"] = [act]
+    model = lite.record(files)
+    deployment = lite.failed(model, lite.deploy(model))
+    assert deployment["error"].startswith("weights.bin: ")
+    assert text in deployment["error"]
+    assert (deployment["dir"], on_disk(lite.root / "job-1")) == ("", {})
+    assert len(sidecar.asked) == 1
+    assert lite.deploy(model).status == 200
+
+
+DROPPED = {
+    "no byte": says(b""),
+    "garbage": says(b"\x16\x03\x01 hello\r\n\r\n"),
+    "no status": says(b"HTTP/1.1 abc\r\n\r\n"),
+    "a header too long": says(b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000 + b"\r\n\r\n"),
+    "150 headers": says(head(200, *["X: x"] * 150)),
+    "503": whole(b"", 503),
+    "a bad chunk": says(head(200, "Transfer-Encoding: chunked") + b"zz\r\n"),
+    "cut chunks": says(head(200, "Transfer-Encoding: chunked") + b"200\r\n" + payload(1000)[:50]),
+    "an early end": says(head(200) + payload(1000)[:50]),
+}
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gligabao, "RETRY_PAUSES_S", (0.0, 0.01, 0.01, 0.01))
+
+
+@pytest.mark.parametrize("act", DROPPED.values(), ids=DROPPED)
+def test_failure_below_http_is_tried_five_times_and_then_named(
+    lite: App, sidecar: Sidecar, quick: None, act: Any
+) -> None:
+    files = {"weights.bin": payload(1000)}
+    sidecar.add(files)
+    sidecar.script["weights.bin"] = [act] * 5
+    model = lite.record(files)
+    assert lite.failed(model, lite.deploy(model))["error"].startswith("weights.bin: ")
+    assert len(sidecar.asked) == 5
+    sidecar.script["weights.bin"] = [act] * 4
+    assert lite.deploy(model).status == 200
+    assert on_disk(lite.root / "job-1") == files
+
+
+def test_unreachable_sidecar_fails_by_name(serve: Callable[..., App], quick: None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    app = serve(sidecar=url)
+    model = app.record({"a": b"1"})
+    assert (
+        app.failed(model, app.deploy(model))["error"]
+        == "a: no answer: Connection refused, in 5 attempts"
+    )
+
+
+def test_dropped_download_is_resumed_and_no_byte_is_asked_for_twice(
+    lite: App, sidecar: Sidecar, quick: None
+) -> None:
+    files = {"weights.bin": payload(10_000)}
+    sidecar.add(files)
+    sidecar.script["weights.bin"] = [cut(700)] * 14
+    model = lite.record(files)
+    assert lite.deploy(model).status == 200
+    starts = [
+        int(found[1]) if (found := re.search(r"bytes=(\d+)-", text)) else 0
+        for text in sidecar.heads
+    ]
+    assert starts == [*range(0, 10_000, 700)]
+    assert on_disk(lite.root / "job-1") == files
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        whole(payload(1000)),
+        says(
+            head(206, "Content-Length: 400", "Content-Range: bytes 600-999/1000")
+            + payload(1000)[600:]
+        ),
+        says(head(416, "Content-Length: 0")),
+    ],
+    ids=["ignores the range", "answers from elsewhere", "says 416"],
+)
+def test_file_starts_again_where_it_cannot_be_resumed(
+    lite: App, sidecar: Sidecar, quick: None, second: Any
+) -> None:
+    files = {"weights.bin": payload(1000)}
+    sidecar.add(files)
+    sidecar.script["weights.bin"] = [cut(500), second]
+    model = lite.record(files)
+    assert lite.deploy(model).status == 200
+    assert on_disk(lite.root / "job-1") == files
+
+
+def test_stalled_download_keeps_its_bytes(
+    lite: App, sidecar: Sidecar, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gligabao, "STALL_TIMEOUT_S", 0.3)
+
+    def stall(connection: socket.socket, data: bytes, start: int) -> None:
+        cut(100)(connection, data, start)
+        sidecar.release.wait(10)
+
+    files = {"weights.bin": payload(1000)}
+    sidecar.add(files)
+    sidecar.script["weights.bin"] = [stall, stall]
+    model = lite.record(files)
+    assert lite.deploy(model).status == 200
+    assert [re.findall(r"bytes=(\d+)-", text) for text in sidecar.heads] == [[], ["100"], ["200"]]
+
+
+def test_without_a_length_a_stall_after_the_last_byte_is_the_end(
+    lite: App, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gligabao, "STALL_TIMEOUT_S", 0.3)
+
+    def stall(connection: socket.socket, data: bytes, start: int) -> None:
+        connection.sendall(head(200) + data)
+        sidecar.release.wait(10)
+
+    files = {"weights.bin": payload(1000), "empty": b""}
+    sidecar.add(files)
+    sidecar.script = {
+        "weights.bin": [stall],
+        "empty": [says(head(200, "Transfer-Encoding: chunked") + b"0\r\n\r\n")],
+    }
+    assert lite.deploy(lite.record(files)).status == 200
+    assert on_disk(lite.root / "job-1") == files
+
+
+def test_token_goes_to_the_sidecar_and_nowhere_else(
+    serve: Callable[..., App], sidecar: Sidecar, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "gligabao")
+    app = serve(sidecar_token="s3cret-tok", api_key="k3y-of-api")
+    sidecar.add({"a": b"1"})
+    sidecar.script["a"] = [whole(b"", 403)]
+    key = {"Authorization": "Bearer k3y-of-api"}
+    model = app("POST", "/models", {"job_id": "job-1", "files": listed({"a": b"1"})}, **key).json[
+        "id"
+    ]
+    answers = [
+        app("POST", f"/models/{model}/deployments", {"deployer": "ok"}, **key) for _ in range(2)
+    ]
+    assert [answer.status for answer in answers] == [502, 200]
+    assert all("Authorization: Bearer s3cret-tok" in text for text in sidecar.heads)
+    seen = caplog.text + str(app.events) + str([answer.body for answer in answers])
+    assert "s3cret" not in seen
+    assert "k3y" not in seen
+
+
+def test_loopback_sidecar_is_not_reached_through_a_proxy(
+    lite: App, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    sidecar.add({"a": b"1"})
+    assert lite.deploy(lite.record({"a": b"1"})).status == 200
+
+
+def test_other_sidecar_is_reached_through_the_environments_proxy(
+    serve: Callable[..., App], sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", sidecar.url)
+    monkeypatch.delenv("no_proxy", raising=False)
+    app = serve(sidecar="http://sidecar.example:1/prefix/")
+    sidecar.add({"a": b"1"})
+    assert app.deploy(app.record({"a": b"1"})).status == 200
+    assert sidecar.heads[0].startswith(
+        "GET http://sidecar.example:1/prefix/models/file?model_path=trained/job-1&file=a "
+    )
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://",
+        "ftp://h/",
+        "http://u:s3cret@h/",
+        "http://h/?t=s3cret",
+        "http://h/#s3cret",
+        "http://h:99999",
+        "http://h/a b",
+    ],
+)
+def test_bad_sidecar_url_is_refused_without_repeating_secrets(url: str) -> None:
+    with pytest.raises(ValueError, match="URL") as caught:
+        gligabao.Server(sidecar=url)
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """A directory for the embedded sidecar, with things in it that must not be served."""
+    root = tmp_path / "models"
+    for path, data in {
+        "job-1/a.bin": payload(5000),
+        "job-1/sub/b c%2e.bin": b"b",
+        "job-1/empty": b"",
+        "job-2/x": b"x",
+    }.items():
+        file = root / "trained" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+    (root / "secret.txt").write_text("outside every model")
+    (root / "trained/job-1/link").symlink_to(root / "secret.txt")
+    (root / "trained/job-1/linked").symlink_to(root)
+    (root / "trained/job-link").symlink_to(root)
+    (root / "trained/.hidden").mkdir()
+    (root / "trained/job-1/.fetch-1").write_text("temporary")
+    (root / "trained/no-model").write_text("a file")
+    os.mkfifo(root / "trained/job-2/fifo")
+    return root
+
+
+@pytest.fixture
+def directory(models: Path) -> Iterator[str]:
+    server = gligabao._HTTPServer(
+        "127.0.0.1", 0, gligabao._SidecarDirectory(models).routes(), None, "/"
+    )
+    yield server.url
+    server.stop()
+
+
+def test_embedded_sidecar_lists_models_and_files(directory: str) -> None:
+    assert request(directory, "GET", "/health").json["status"] == "ok"
+    assert request(directory, "GET", "/models").json == {
+        "models": [{"model_path": f"trained/job-{n}"} for n in (1, 2)]
+    }
+    files = request(directory, "GET", "/models/files?model_path=trained/job-1").json["files"]
+    assert files == listed({"a.bin": payload(5000), "empty": b"", "sub/b c%2e.bin": b"b"})
+
+
+@pytest.mark.parametrize(
+    ("model", "file"),
+    [
+        *(
+            ("trained/job-1", file)
+            for file in (
+                "../job-2/x",
+                "../../secret.txt",
+                "link",
+                "linked/secret.txt",
+                "/etc/passwd",
+            )
+        ),
+        *(
+            ("trained/job-1", file)
+            for file in (
+                "sub/../a.bin",
+                "./a.bin",
+                "sub",
+                "",
+                "nope",
+                "a.bin%00",
+                ".fetch-1",
+                "sub%5Cb",
+            )
+        ),
+        *(
+            (model, "a.bin")
+            for model in (
+                "trained/job-link",
+                "trained/..",
+                "trained/job-1/",
+                "trained",
+                "",
+                "/",
+                "trained//job-1",
+            )
+        ),
+        *(
+            (model, "secret.txt")
+            for model in ("trained/job-link", "trained/../", "..", "trained/job-1/..")
+        ),
+        ("trained/job-2", "fifo"),
+    ],
+)
+def test_embedded_sidecar_serves_nothing_else(directory: str, model: str, file: str) -> None:
+    assert request(directory, "GET", f"/models/file?model_path={model}&file={file}").status == 404
+    if model != "trained/job-1" and model != "trained/job-2":
+        assert request(directory, "GET", f"/models/files?model_path={model}").status == 404
+
+
+def test_embedded_sidecar_serves_ranges(directory: str) -> None:
+    path, data = "/models/file?model_path=trained/job-1&file=a.bin", payload(5000)
+    for start in (0, 1, 4999):
+        answer = request(directory, "GET", path, headers={"Range": f"bytes={start}-"})
+        assert (answer.status, answer.body) == (206, data[start:])
+        assert answer.headers["Content-Range"] == f"bytes {start}-4999/5000"
+    assert request(directory, "GET", path, headers={"Range": "bytes=5000-"}).status == 416
+    for odd in ("bytes=-5", "bytes=1-2,4-5", "lines=1-", "bytes=5-1"):
+        assert request(directory, "GET", path, headers={"Range": odd}).body == data
+    assert request(directory, "HEAD", path).headers["Content-Length"] == "5000"
+
+
+def test_embedded_sidecar_wants_its_token_everywhere(models: Path) -> None:
+    server = gligabao._HTTPServer(
+        "127.0.0.1", 0, gligabao._SidecarDirectory(models).routes(), "tok", "/"
+    )
+    with contextlib.closing(contextlib.ExitStack()) as held:
+        held.callback(server.stop)
+        for path in ("/health", "/models", "/models/files?model_path=trained/job-1", "/nope"):
+            assert request(server.url, "GET", path).status == 401
+            assert (
+                request(server.url, "GET", path, headers={"Authorization": "Bearer tok2"}).status
+                == 401
+            )
+        client = gligabao.SidecarClient(server.url, "tok")
+        assert [file.path for file in client.list_model_files(Context(), "trained/job-2")] == ["x"]
+
+
+# ---- fetch ---------------------------------------------------------------------------------------
+
+
+class Shelf:
+    """A fetcher of the simplest kind: it only writes."""
+
+    def __init__(self, files: dict[str, bytes], failure: BaseException | None = None) -> None:
+        self.files, self.failure, self.asked = files, failure, []  # type: ignore[var-annotated]
+
+    def download_model_file(self, ctx: Context, model_path: str, file: str, w: Any) -> None:
+        self.asked.append((model_path, file))
+        if self.failure:
+            raise self.failure
+        for start in range(0, len(self.files[file]), 100):
+            w.write(self.files[file][start : start + 100])
+
+
+def test_fetch_brings_every_file_once_and_then_keeps_them(tmp_path: Path) -> None:
+    model, shelf = model_of(THREE), Shelf(THREE)
+    target = gligabao.model_dir(tmp_path / "root", model)
+    for expected in ("0 kept, 3 fetched, 0 repaired", "3 kept, 0 fetched, 0 repaired"):
+        progress = gligabao.Progress()
+        gligabao.fetch_model_files(Context(), shelf, model, target, progress=progress)
+        assert str(progress) == expected
+        total = sum(map(len, THREE.values()))
+        assert progress.figures() == {
+            "files_done": 3,
+            "files_total": 3,
+            "bytes_done": total,
+            "bytes_total": total,
+        }
+    assert sorted(shelf.asked) == [("trained/job-1", path) for path in sorted(THREE)]
+    assert on_disk(tmp_path / "root" / "job-1") == THREE
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [KeyError("x"), SystemExit(3), RuntimeError(), gligabao.TrainingError("invalid", "no")],
+)
+def test_whatever_a_fetcher_raises_is_upstream(tmp_path: Path, failure: BaseException) -> None:
+    model = model_of({"a": b"1"})
+    with pytest.raises(gligabao.TrainingError, match="^a: .") as caught:
+        gligabao.fetch_model_files(
+            Context(), Shelf({}, failure), model, gligabao.model_dir(tmp_path, model)
+        )
+    assert caught.value.kind == "upstream"
+    assert on_disk(tmp_path / "job-1") == {}
+
+
+@pytest.mark.parametrize("data", [b"12345", b"1234567", b"123x56"], ids=["short", "long", "other"])
+def test_fetcher_that_writes_other_bytes_than_recorded_fails(tmp_path: Path, data: bytes) -> None:
+    model = model_of({"a": b"123456"})
+    with pytest.raises(gligabao.TrainingError, match="^a: expected"):
+        gligabao.fetch_model_files(
+            Context(), Shelf({"a": data}), model, gligabao.model_dir(tmp_path, model)
+        )
+    assert on_disk(tmp_path / "job-1") == {}
+
+
+def test_only_missing_and_damaged_files_are_fetched_again(
+    app: App, sidecar: Sidecar, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gligabao")
+    sidecar.add(THREE)
+    model = app.record(THREE)
+    assert app.deploy(model).status == 200
+    folder = app.root / "job-1"
+    kept = (folder / "adapter_config.json").stat()
+    flipped = bytearray(THREE["adapter_model.safetensors"])
+    flipped[1] ^= 1
+    times = (folder / "adapter_model.safetensors").stat()
+    (folder / "adapter_model.safetensors").write_bytes(flipped)
+    os.utime(folder / "adapter_model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))
+    (folder / "tokenizer/vocab.txt").unlink()
+    sidecar.asked.clear()
+    assert app.deploy(model).status == 200
+    assert sorted(sidecar.asked) == ["adapter_model.safetensors", "tokenizer/vocab.txt"]
+    assert on_disk(folder) == THREE
+    assert (folder / "adapter_config.json").stat() == kept
+    assert "1 kept, 1 fetched, 1 repaired" in caplog.text
+
+
+def test_damaged_file_is_not_deployed_while_the_sidecar_is_down(
+    app: App, sidecar: Sidecar, quick: None
+) -> None:
+    sidecar.add({"a": payload(100)})
+    model = app.record({"a": payload(100)})
+    (app.root / "job-1").mkdir(parents=True)
+    (app.root / "job-1" / "a").write_bytes(payload(100, 9))
+    sidecar.script["a"] = [says(b"")] * 5
+    app.failed(model, app.deploy(model))
+
+
+def test_file_without_a_digest_is_checked_by_size_alone(lite: App, sidecar: Sidecar) -> None:
+    for job, size, status in (("job-1", 5, 200), ("job-2", 6, 502)):
+        sidecar.add({"a": b"x" * size}, job)
+        files = [{"path": "a", "size_bytes": 5, "sha256": None}]
+        model = lite("POST", "/models", {"job_id": job, "files": files}).json["id"]
+        assert lite.deploy(model).status == status
+
+
+def test_twenty_deployments_at_once_fetch_each_file_once(app: App, sidecar: Sidecar) -> None:
+    files = {f"f{n}.bin": payload(20_000, n) for n in range(4)} | {"big.bin": payload(2_000_000)}
+    sidecar.add(files)
+    model = app.record(files)
+    with ThreadPoolExecutor(20) as pool:
+        answers = [*pool.map(lambda _: app.deploy(model), range(20))]
+    assert [answer.status for answer in answers] == [200] * 20
+    assert len({answer.json["id"] for answer in answers}) == 20 == len(app.history(model))
+    assert sorted(sidecar.asked) == sorted(files)
+
+
+def test_waiting_deployment_fetches_for_itself_when_the_first_one_fails(
+    app: App, sidecar: Sidecar
+) -> None:
+    sidecar.add({"a": b"12"})
+    sidecar.script["a"] = [whole(b"xx")]
+    model = app.record({"a": b"12"})
+    with ThreadPoolExecutor(4) as pool:
+        statuses = sorted(
+            answer.status for answer in pool.map(lambda _: app.deploy(model), range(4))
+        )
+    assert statuses == [200, 200, 200, 502]
+    assert sidecar.asked == ["a", "a"]
+
+
+def test_stuck_fetch_blocks_no_other_model(lite: App, sidecar: Sidecar) -> None:
+    sidecar.add({"a": b"12"}, "stuck")
+    sidecar.add({"a": b"12"}, "free")
+    sidecar.script["a"] = [lambda connection, data, start: sidecar.release.wait(20) and None]
+    with lite.start_deploy(lite.record({"a": b"12"}, "stuck")):
+        until(lambda: sidecar.asked)
+        assert lite.deploy(lite.record({"a": b"12"}, "free")).status == 200
+
+
+def test_lock_is_held_across_processes(lite: App, sidecar: Sidecar) -> None:
+    sidecar.add({"a": b"12"})
+    model = lite.record({"a": b"12"})
+    lite.root.mkdir()
+    with open(lite.root / ".job-1.lock", "w") as lock, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        answer = pool.submit(lite.deploy, model)
+        until(lambda: lite.history(model))
+        assert sidecar.asked == []
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert answer.result(10).status == 200
+
+
+def test_links_and_fifos_in_the_place_of_files_are_replaced_not_followed(
+    lite: App, sidecar: Sidecar, tmp_path: Path
+) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(THREE["adapter_config.json"])
+    folder = lite.root / "job-1"
+    (folder / "tokenizer").mkdir(parents=True)
+    (folder / "adapter_config.json").symlink_to(outside)
+    os.mkfifo(folder / "tokenizer/vocab.txt")
+    sidecar.add(THREE)
+    model = lite.record(THREE)
+    states = [file["state"] for file in lite("GET", f"/models/{model}/audit").json["files"]]
+    assert states == ["missing"] * 3
+    assert lite.deploy(model).status == 200
+    assert all(
+        stat.S_ISREG(path.lstat().st_mode)
+        for path in (folder / "adapter_config.json", folder / "tokenizer/vocab.txt")
+    )
+    assert outside.read_bytes() == THREE["adapter_config.json"]
+
+
+IN_THE_WAY: dict[str, tuple[str, Callable[[Path, Path], None]]] = {
+    "a directory as a file": (
+        "adapter_config.json",
+        lambda folder, other: (folder / "adapter_config.json").mkdir(parents=True),
+    ),
+    "a file as a directory": (
+        "tokenizer",
+        lambda folder, other: (folder.mkdir(), (folder / "tokenizer").touch())[0],
+    ),
+    "a link as a directory": (
+        "tokenizer",
+        lambda folder, other: (folder.mkdir(), (folder / "tokenizer").symlink_to(other))[0],
+    ),
+    "a link as the job's": ("job-1", lambda folder, other: folder.symlink_to(other)),
+}
+
+
+@pytest.mark.parametrize(("name", "make"), IN_THE_WAY.values(), ids=IN_THE_WAY)
+def test_what_is_in_the_way_fails_by_name_and_stays(
+    lite: App, sidecar: Sidecar, tmp_path: Path, name: str, make: Callable[[Path, Path], None]
+) -> None:
+    lite.root.mkdir()
+    other = tmp_path / "other"
+    other.mkdir()
+    make(lite.root / "job-1", other)
+    sidecar.add(THREE)
+    model = lite.record(THREE)
+    assert name in lite.failed(model, lite.deploy(model))["error"]
+    assert (sidecar.asked, on_disk(other)) == ([], {})
+    assert lite("GET", f"/models/{model}/audit").json["complete"] is False
+
+
+def test_leftovers_of_a_dead_fetch_are_removed_and_nothing_else(
+    lite: App, sidecar: Sidecar
+) -> None:
+    sidecar.add(THREE)
+    model = lite.record(THREE)
+    for wanted in (THREE, {}):
+        folder = lite.root / "job-1"
+        (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
+        for path in (".fetch-dead", "tokenizer/.fetch-dead", "mine.txt"):
+            (folder / path).write_text("x")
+        sidecar.asked.clear()
+        assert lite.deploy(model).status == 200
+        assert sorted(sidecar.asked) == sorted(wanted)
+        assert on_disk(folder) == THREE | {"mine.txt": b"x"}
+
+
+def test_complete_directory_deploys_where_nothing_can_be_written(tmp_path: Path) -> None:
+    model, target = model_of(THREE), tmp_path / "root" / "job-1"
+    gligabao.fetch_model_files(Context(), Shelf(THREE), model, target)
+    (tmp_path / "root" / ".job-1.lock").unlink()
+    code = (
+        f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(tmp_path)!r}]; import os, gligabao, test_gligabao as t;"
+        f"from pathlib import Path; os.getuid() or os.setuid(65534);"
+        f"gligabao.fetch_model_files(gligabao.Context(), None, t.model_of(t.THREE), Path({str(target)!r}))"
+    )
+    for path in (target / "tokenizer", target, tmp_path / "root"):
+        path.chmod(0o555)
+    for path in (tmp_path, *tmp_path.parents[:2]):
+        path.chmod(path.stat().st_mode | 0o055)
+    done = subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True)
+    tmp_path.joinpath("root").chmod(0o755)
+    assert done.returncode == 0, done.stderr
+
+
+def test_fetched_files_have_the_permissions_of_new_files(lite: App, sidecar: Sidecar) -> None:
+    sidecar.add({"a": b"1"})
+    previous = os.umask(0o027)
+    try:
+        assert lite.deploy(lite.record({"a": b"1"})).status == 200
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE((lite.root / "job-1" / "a").stat().st_mode) == 0o640
+
+
+def test_model_larger_than_the_disk_fails_before_the_first_byte(
+    lite: App, sidecar: Sidecar, tmp_path: Path
+) -> None:
+    model = plant(
+        str(tmp_path / "gligabao.db"), "job-1", [{"path": "a", "size_bytes": 1 << 60, "sha256": ""}]
+    )
+    assert "bytes are to be fetched" in lite.failed(model, lite.deploy(model))["error"]
+    assert sidecar.asked == []
+    audit = lite("GET", f"/models/{model}/audit").json
+    assert (audit["bytes_to_fetch"], audit["fits"]) == (1 << 60, False)
+
+
+def test_fetch_has_a_limit_that_begins_with_the_lock(
+    lite: App, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gligabao, "FETCH_TIMEOUT_S", 0.3)
+    sidecar.add({"a": b"12"})
+    sidecar.script["a"] = [lambda connection, data, start: sidecar.release.wait(20) and None]
+    model = lite.record({"a": b"12"})
+    assert "took longer than 0.3 s" in lite.failed(model, lite.deploy(model))["error"]
+    assert lite.deploy(model).status == 200
+
+
+# ---- deployment ----------------------------------------------------------------------------------
+
+
+def test_flow_completes_and_the_answer_is_the_record(app: App, sidecar: Sidecar) -> None:
+    sidecar.add(THREE)
+    fields = {
+        "name": "Support ü 模型",
+        "base_model": "minilm",
+        "num_examples": 1200,
+        "final_loss": 0.125,
+        "params": {"lr": 1e-4},
+    }
+    model = app.record(THREE, **fields)
+    options = {
+        "s": "ü😀\u2028",
+        "n": None,
+        "i": 12345678901234567890123,
+        "one": 1.0,
+        "": {"": []},
+        "z": -0.0,
+    }
+    answer = app.deploy(model, "echo", options)
+    assert answer.status == 200
+    deployment = answer.json
+    assert list(deployment) == DEPLOYMENT_KEYS
+    assert [deployment] == app.history(model)
+    assert (deployment["status"], deployment["ref"], deployment["error"]) == (
+        "completed",
+        "echo",
+        "",
+    )
+    assert deployment["dir"] == str(app.root / "job-1")
+    seen = deployment["details"]
+    assert str(seen["options"]) == str(options) == str(deployment["options"])
+    assert seen["id"] == deployment["id"]
+    assert seen["model"] == app("GET", f"/models/{model}").json
+    assert {key: seen["model"][key] for key in fields} == fields
+    (event,) = app.events
+    assert event == gligabao.SystemEvent(
+        "training.model_deploy.completed",
+        {
+            "model_id": model,
+            "deploy_id": 1,
+            "deployer": "echo",
+            "duration_ms": deployment["duration_ms"],
+        },
+    )
+
+
+def test_deployers_error_is_502_and_recorded(app: App, sidecar: Sidecar) -> None:
+    sidecar.add(THREE)
+    model = app.record(THREE)
+    deployment = app.failed(model, app.deploy(model, "broken"))
+    assert deployment["error"] == "the bucket is on fire"
+    assert deployment["dir"] == str(app.root / "job-1")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(
+            b"",
+            b"null",
+            b"[]",
+            b'"x"',
+            b"{} x",
+            b'{"deployer":"\x97"}',
+            "\ufeff{}".encode(),
+            '{"a":1}'.encode("utf-16"),
+        ),
+        *(
+            {},
+            {"deployer": None},
+            {"deployer": 5},
+            {"deployer": "nobody"},
+            {"deployer": "OK"},
+            {"deployer": ["ok"]},
+        ),
+        *(
+            {"deployer": "ok", "options": options}
+            for options in ([], "x", 0, True, False, "", {"a": "x" * 65536})
+        ),
+        b'{"deployer":"ok","options":{"a":NaN}}',
+    ],
+    ids=lambda body: str(body)[:40],
+)
+def test_bad_request_for_a_deployment_is_400_and_not_recorded(
+    lite: App, sidecar: Sidecar, body: object
+) -> None:
+    model = lite.record({"a": b"1"})
+    assert lite("POST", f"/models/{model}/deployments", body).error
+    assert lite("POST", f"/models/{model}/deployments", body).status == 400
+    assert (lite.history(model), lite.events, sidecar.asked) == ([], [], [])
+
+
+def test_refusals_come_in_the_order_of_the_contract(
+    serve: Callable[..., App], tmp_path: Path
+) -> None:
+    app = serve(sidecar=None)
+    model = app.record({"a": b"1"})
+    evil = plant(str(tmp_path / "gligabao.db"), "../evil", listed({"a": b"1"}))
+    statuses = {
+        "unknown model, bad body": app("POST", "/models/99/deployments", b"{").status,
+        "bad job, unknown deployer": app.deploy(evil, "nobody").status,
+        "bad job, no sidecar": app.deploy(evil).status,
+        "unknown deployer, no sidecar": app.deploy(model, "nobody").status,
+        "no sidecar": app.deploy(model).status,
+    }
+    assert [*statuses.values()] == [404, 400, 400, 400, 503]
+    assert app.history(model) == []
+
+
+def test_unknown_deployer_is_told_the_registered_names(
+    serve: Callable[..., App], lite: App, tmp_path: Path
+) -> None:
+    model = lite.record({"a": b"1"})
+    assert "broken, echo, ok, patient" in lite.deploy(model, "nobody").error
+    none = serve(trained_model_deployers=None, database=str(tmp_path / "other.db"))
+    assert "none is registered" in none.deploy(none.record({"a": b"1"})).error
+    assert none("GET", "/deployers").json == {"deployers": []}
+
+
+def test_options_are_measured_as_compact_json_in_utf8(lite: App, sidecar: Sidecar) -> None:
+    sidecar.add({"a": b"1"})
+    model = lite.record({"a": b"1"})
+    room = 65536 - len('{"a":""}')
+    euros = "\\u20ac" * (room // 3)
+    for text, status in (
+        ("x" * room, 200),
+        ("x" * (room + 1), 400),
+        (euros, 200),
+        ("€" * (room // 3) + "xxx", 400),
+    ):
+        body = f'{{"deployer": "ok", "options"   :   {{"a": "{text}"}}}}'
+        assert lite("POST", f"/models/{model}/deployments", body.encode()).status == status
+
+
+def test_absent_options_are_none_to_the_hook_and_an_empty_object_in_the_record(
+    app: App, sidecar: Sidecar
+) -> None:
+    sidecar.add({"a": b"1"})
+    model = app.record({"a": b"1"})
+    for body, seen in (
+        (b'{"deployer":"echo"}', None),
+        (b'{"deployer":"echo","options":null,"x":1}', None),
+        (b'{"deployer":"echo","options":{}}', {}),
+    ):
+        deployment = app("POST", f"/models/{model}/deployments", body).json
+        assert (deployment["details"]["options"], deployment["options"]) == (seen, {})
+
+
+def deployed(tmp_path: Path, deploy: Any, options: Any = None, **more: Any) -> dict[str, Any]:
+    """Deploy from Python with one deployer; return the stored deployment, failed ones too."""
+    model = model_of({"a": b"1"})
+    database = str(tmp_path / "x.db")
+    with contextlib.closing(gligabao.open_store(database)) as store:
+        if not store.list_trained_models():
+            plant(database, "job-1", listed({"a": b"1"}))
+        deployers = gligabao.resolve_deployers({"it": deploy})
+        try:
+            return gligabao.deploy_model(
+                *(
+                    more.pop("ctx", None) or Context(),
+                    store,
+                    Shelf({"a": b"1"}),
+                    deployers,
+                    tmp_path / "root",
+                    model,
+                ),
+                DeployRequest("it", options),
+                **more,
+            )
+        except gligabao.TrainingError as error:
+            assert error.kind == "upstream"
+            assert error.deployment == store.list_trained_model_deployments(1)[0]
+            return error.deployment or {}
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+RAISED = {
+    "an exception": (ValueError("on fire"), "on fire"),
+    "without text": (ValueError(), "ValueError"),
+    "SystemExit": (SystemExit(), "SystemExit"),
+    "SystemExit with text": (SystemExit("stop it"), "stop it"),
+    "KeyboardInterrupt": (KeyboardInterrupt(), "KeyboardInterrupt"),
+    "GeneratorExit": (GeneratorExit(), "GeneratorExit"),
+    "StopIteration": (StopIteration(), "StopIteration"),
+    "Cancelled": (gligabao.Cancelled("made up"), "made up"),
+    "one that has no words": (Unspeakable(), "Unspeakable"),
+    "NUL": (RuntimeError("a\0b"), "a\ufffdb"),
+}
+
+
+@pytest.mark.parametrize(("error", "text"), RAISED.values(), ids=RAISED)
+def test_whatever_a_deployer_raises_is_recorded(
+    tmp_path: Path, error: BaseException, text: str
+) -> None:
+    def deploy(ctx: Context, req: Any) -> None:
+        raise error
+
+    assert deployed(tmp_path, deploy)["error"] == text
+
+
+def test_long_error_is_cut_with_a_mark(tmp_path: Path) -> None:
+    def deploy(ctx: Context, req: Any) -> None:
+        raise RuntimeError("x" * 5_000_000)
+
+    assert deployed(tmp_path, deploy)["error"] == "x" * 9_999 + "…"
+
+
+def cycle() -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    value["self"] = value
+    return value
+
+
+def nested(levels: int) -> Any:
+    value: Any = {}
+    for _ in range(levels - 1):
+        value = {"a": value}
+    return value
+
+
+class Hostile(dict[str, int]):
+    def items(self) -> Any:
+        raise RuntimeError("no items for you")
+
+    __iter__ = keys = values = items
+
+
+BAD_DETAILS = {
+    "NaN": {"a": [float("nan")]},
+    "infinity": {"a": -float("inf")},
+    "a number as key": {1: "a"},
+    "None as key": {"a": [{None: 1}]},
+    "a cycle": cycle(),
+    "301 levels": nested(301),
+    "100,000 levels": nested(100_000),
+    "bytes": {"b": b"x"},
+    "a set": {"s": {1}},
+    "an object": {"o": object()},
+    "a lone surrogate": {"s": "\ud800"},
+    "a huge number": {"n": 10**5000},
+    "a hostile dict": Hostile(a=1),
+    "a list": ["x"],
+    "a text": "x",
+    "zero": 0,
+}
+
+
+@pytest.mark.parametrize("details", BAD_DETAILS.values(), ids=BAD_DETAILS)
+def test_details_that_are_no_json_object_fail_by_that_name(tmp_path: Path, details: Any) -> None:
+    failed = deployed(tmp_path, lambda ctx, req: DeployTrainedModelResult("ref", details))
+    assert "details" in failed["error"]
+    assert failed["status"] == "failed"
+
+
+def test_good_details_are_kept_as_they_were_returned(tmp_path: Path) -> None:
+    details = {
+        "b": 1,
+        "a": {"x": (1.0, None, True, "ü")},
+        "big": 12345678901234567890123,
+        "": 0,
+        "deep": nested(299),
+    }
+    stored = deployed(tmp_path, lambda ctx, req: DeployTrainedModelResult("ref", details))
+    assert json.dumps(stored["details"]) == json.dumps(details)
+    assert deployed(tmp_path, lambda ctx, req: None)["details"] == {}
+
+
+async def coroutine(ctx: Context, req: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    "deploy",
+    [
+        coroutine,
+        lambda ctx, req: ("ref", {}),
+        lambda ctx, req: {"ref": "x"},
+        lambda ctx, req: True,
+        lambda ctx, req: DeployTrainedModelResult,
+        lambda ctx, req: DeployTrainedModelResult(5),  # type: ignore[arg-type]
+        lambda ctx, req: DeployTrainedModelResult(None),  # type: ignore[arg-type]
+        lambda ctx: None,
+    ],
+)
+def test_wrong_result_fails_by_its_name(tmp_path: Path, deploy: Any) -> None:
+    assert re.search("returned|argument", deployed(tmp_path, deploy)["error"])
+
+
+def test_what_a_deployer_changes_reaches_nobody_else(
+    app: App, sidecar: Sidecar, serve: Callable[..., App], database: str
+) -> None:
+    kept: list[dict[str, Any]] = []
+
+    def change(ctx: Context, req: gligabao.DeployTrainedModelRequest) -> DeployTrainedModelResult:
+        assert req.options is not None
+        assert req.options.pop("nested") == {"a": 1}
+        req.model.params["evil"] = True
+        kept.append({"live": [1]})
+        return DeployTrainedModelResult("changed", kept[-1])
+
+    other = serve(database=database, trained_model_deployers={"change": change})
+    sidecar.add({"a": b"1"})
+    model = other.record({"a": b"1"}, params={"lr": 1})
+    for _ in range(2):
+        deployment = other.deploy(model, "change", {"nested": {"a": 1}}).json
+        kept[-1]["live"].append(2)
+        assert deployment["options"] == {"nested": {"a": 1}}
+        assert other.history(model)[0]["details"] == {"live": [1]}
+    assert other("GET", f"/models/{model}").json["params"] == {"lr": 1}
+
+
+def test_file_changed_by_a_deployer_is_warned_of_and_repaired(
+    serve: Callable[..., App], sidecar: Sidecar, caplog: pytest.LogCaptureFixture
+) -> None:
+    def vandal(ctx: Context, req: gligabao.DeployTrainedModelRequest) -> None:
+        (req.dir / "adapter_config.json").write_bytes(b"{'r': 9}")
+
+    app = serve(trained_model_deployers={"vandal": vandal, "ok": ok})
+    sidecar.add(THREE)
+    model = app.record(THREE)
+    assert app.deploy(model, "vandal").status == 200
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == 1
+    assert "adapter_config.json changed" in warned[0]
+    assert app.deploy(model).status == 200
+    assert on_disk(app.root / "job-1") == THREE
+
+
+def test_deployer_and_hook_may_call_the_api(serve: Callable[..., App], sidecar: Sidecar) -> None:
+    made: list[App] = []
+
+    def reenter(ctx: Context, req: gligabao.DeployTrainedModelRequest) -> DeployTrainedModelResult:
+        inner = made[0].deploy(req.model.id, "ok")
+        return DeployTrainedModelResult(
+            "in", {"inner": inner.status, "own": made[0].history(req.model.id)[1]["status"]}
+        )
+
+    events: list[int] = []
+    hook = lambda event: events.append(len(made[0].history(event.fields["model_id"])))  # noqa: E731
+    made.append(serve(trained_model_deployers={"reenter": reenter, "ok": ok}, system_event=hook))
+    sidecar.add(THREE)
+    answer = made[0].deploy(made[0].record(THREE), "reenter")
+    assert answer.json["details"] == {"inner": 200, "own": "running"}
+    assert events == [2, 2]
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3), KeyboardInterrupt()])
+def test_broken_hook_changes_nothing_and_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
+    def hook(event: gligabao.SystemEvent) -> None:
+        event.fields.clear()
+        raise error
+
+    assert deployed(tmp_path, ok, system_event=hook)["status"] == "completed"
+    assert "hook raised" in caplog.text
+
+
+def test_model_deleted_meanwhile_is_500_with_an_event_that_names_the_ref(
+    serve: Callable[..., App], sidecar: Sidecar, database: str
+) -> None:
+    made: list[App] = []
+
+    def delete(ctx: Context, req: gligabao.DeployTrainedModelRequest) -> DeployTrainedModelResult:
+        assert made[0]("DELETE", f"/models/{req.model.id}").status == 204
+        return DeployTrainedModelResult("made-it")
+
+    made.append(serve(database=database, trained_model_deployers={"delete": delete}))
+    sidecar.add({"a": b"1"})
+    answer = made[0].deploy(made[0].record({"a": b"1"}), "delete")
+    assert answer.status == 500
+    (event,) = made[0].events
+    assert event.type == "training.model_deploy.failed"
+    for text in (answer.error, event.fields["error"]):
+        assert "deleted meanwhile" in text
+        assert "made-it" in text
+
+
+def test_end_that_cannot_be_recorded_is_500_and_the_row_stays_running(
+    serve: Callable[..., App], sidecar: Sidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gligabao, "FINISH_TIMEOUT_S", 0.1)
+    database = str(tmp_path / "gligabao.db")
+
+    def lock(ctx: Context, req: gligabao.DeployTrainedModelRequest) -> DeployTrainedModelResult:
+        with direct(database) as sql:
+            sql(
+                "CREATE TRIGGER no BEFORE UPDATE ON gb_trained_model_deployments BEGIN SELECT RAISE(ABORT, 'disk full'); END"
+            )
+        return DeployTrainedModelResult("made-it")
+
+    app = serve(trained_model_deployers={"lock": lock})
+    sidecar.add({"a": b"1"})
+    model = app.record({"a": b"1"})
+    answer = app.deploy(model, "lock")
+    assert answer.status == 500
+    assert "disk full" in answer.error
+    assert "made-it" in answer.error
+    assert app.events[0].fields["error"] == answer.error
+    assert app.history(model)[0]["status"] == "running"
+
+
+def test_progress_of_a_running_deployment_is_listed(app: App, sidecar: Sidecar) -> None:
+    files = {"a.bin": payload(1000), "b.bin": payload(4_000_000, 1)}
+    sidecar.add(files)
+    going = threading.Event()
+
+    def portions(connection: socket.socket, data: bytes, start: int) -> None:
+        connection.sendall(head(200, f"Content-Length: {len(data)}") + data[:3_500_000])
+        going.wait(20)
+        connection.sendall(data[3_500_000:])
+
+    sidecar.script["b.bin"] = [portions]
+    model = app.record(files)
+    with app.start_deploy(model, "patient"):
+        progress = until(
+            lambda: (
+                (row := (app.history(model) or [{}])[0]).get("progress", {}).get("bytes_done", 0)
+                > 2_500_000
+                and row["progress"]
+            )
+        )
+        assert progress | {"bytes_done": 0} == {
+            "files_done": 1,
+            "files_total": 2,
+            "bytes_done": 0,
+            "bytes_total": 4_001_000,
+        }
+        assert app.history(model)[0]["dir"] == ""
+        going.set()
+        until(lambda: app.progress(model).get("bytes_done") == 4_001_000)
+    until(lambda: "progress" not in app.history(model)[0])
+
+
+def test_deploy_model_refuses_before_it_records(tmp_path: Path) -> None:
+    with contextlib.closing(gligabao.open_store(str(tmp_path / "x.db"))) as store:
+        plant(str(tmp_path / "x.db"), "job-1", [])
+        deployers = gligabao.resolve_deployers({"ok": ok})
+
+        def kind(model: TrainedModel, deployer: str, options: Any = None) -> str:
+            with pytest.raises(gligabao.TrainingError) as caught:
+                gligabao.deploy_model(
+                    Context(),
+                    store,
+                    None,
+                    deployers,
+                    tmp_path,
+                    model,
+                    DeployRequest(deployer, options),
+                )
+            assert caught.value.deployment is None
+            return caught.value.kind
+
+        good = model_of({"a": b"1"})
+        kinds = [
+            kind(good, "nobody"),
+            kind(good, "ok", [1]),
+            kind(TrainedModel(1, "n", "../x"), "ok"),
+            kind(good, "ok"),
+        ]
+        assert kinds == ["invalid", "invalid", "invalid", "unavailable"]
+        assert store.list_trained_model_deployments(1) == []
+
+
+# ---- HTTP ----------------------------------------------------------------------------------------
+
+
+def test_plain_routes(lite: App) -> None:
+    home = request(lite.url, "GET", "/")
+    assert (home.status, home.headers["Location"]) == (302, "/admin")
+    assert request(lite.url, "GET", "/health").json == {
+        "status": "ok",
+        "version": gligabao.__version__,
+    }
+    page = request(lite.url, "GET", "/admin")
+    assert page.headers["Content-Type"] == "text/html; charset=utf-8"
+    for answer in (
+        home,
+        page,
+        request(lite.url, "GET", "/nope"),
+        request(lite.url, "PUT", "/health"),
+    ):
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    policy = {*page.headers["Content-Security-Policy"].split("; ")}
+    assert {
+        "default-src 'none'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    } <= policy
+    assert "unsafe" not in str(policy)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/nope",
+        "/v1",
+        API,
+        f"{API}/models/",
+        f"{API}/models/1/",
+        f"{API}/models/1/nope",
+        "/admin/x",
+        "//health",
+        "/%68ealth",
+    ],
+)
+def test_unknown_route_is_404_in_json(lite: App, path: str) -> None:
+    (answer,) = raw(lite, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    assert (answer.status, bool(answer.error)) == (404, True)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("PUT", f"{API}/models", {"GET", "HEAD", "POST"}),
+        ("POST", f"{API}/deployers", {"GET", "HEAD"}),
+        ("OPTIONS", "/health", {"GET", "HEAD"}),
+        ("PATCH", f"{API}/models/1", {"GET", "HEAD", "DELETE"}),
+        ("get", f"{API}/models/1/audit", {"GET", "HEAD"}),
+        ("FOO", f"{API}/models/1/deployments", {"GET", "HEAD", "POST"}),
+    ],
+)
+def test_other_method_is_405_with_allow(lite: App, method: str, path: str, allow: set[str]) -> None:
+    answer = request(lite.url, method, path)
+    assert (answer.status, {*answer.headers["Allow"].split(", ")}) == (405, allow)
+    assert "Access-Control-Allow-Origin" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    "id",
+    [
+        "9223372036854775807",
+        "9223372036854775808",
+        "9" * 5000,
+        "0",
+        "-1",
+        "+1",
+        "01",
+        "1_0",
+        "1%0A",
+        "%D9%A1",
+        "1.0",
+        "1e0",
+        "0x1",
+        "x",
+    ],
+)
+def test_odd_id_is_an_unknown_model(lite: App, id: str) -> None:
+    lite.record({"a": b"1"})
+    for method, path in (
+        ("GET", ""),
+        ("DELETE", ""),
+        ("GET", "/audit"),
+        ("GET", "/deployments"),
+        ("POST", "/deployments"),
+    ):
+        assert lite(method, f"/models/{id}{path}").status == 404
+
+
+def test_limit_counts_from_the_newest(app: App, sidecar: Sidecar, database: str) -> None:
+    model = app.record({"a": b"1"})
+    with direct(database) as sql:
+        for _ in range(520):
+            sql(
+                "INSERT INTO gb_trained_model_deployments (trained_model_id, deployer, options, status, created_at)"
+                " VALUES (?, 'x', '{}', 'failed', '2026-01-02T03:04:05Z')",
+                model,
+            )
+    plant(database, "job-2", [])
+    path = f"/models/{model}/deployments"
+    for query, count in (
+        ("", 100),
+        ("?limit=1", 1),
+        ("?limit=501", 500),
+        (f"?limit={10**19}", 500),
+        ("?LIMIT=1", 100),
+        ("?limit=3&limit=2", 2),
+        ("?x=%ff", 100),
+    ):
+        rows = app("GET", path + query).json["deployments"]
+        assert [row["id"] for row in rows] == [*range(520, 520 - count, -1)]
+    for bad in ("0", "-1", "+1", "abc", "", "1.5", "1e2", "%D9%A5", "1_0", "%201", "9" * 5000):
+        assert app("GET", f"{path}?limit={bad}").status == 400
+        assert app("GET", f"/models?limit={bad}").status == 400
+    assert len(app("GET", "/models?limit=1").json["models"]) == 1
+
+
+def test_models_are_recorded_listed_and_got(app: App) -> None:
+    model = app(
+        "POST", "/models", {"job_id": "job-1", "files": listed({"a": b"1"}), "unknown": 1}
+    ).json
+    assert model | {"created_at": ""} == {
+        "id": 1,
+        "name": "job-1",
+        "job_id": "job-1",
+        "base_model": "",
+        "model_size": "",
+        "dataset": "",
+        "num_examples": 0,
+        "num_train_steps": 0,
+        "final_loss": None,
+        "params": {},
+        "path": "trained/job-1",
+        "files": listed({"a": b"1"}),
+        "created_at": "",
+    }
+    assert model["created_at"].endswith("Z")
+    again = app("POST", "/models", {"job_id": "job-1", "files": listed({"a": b"1"})})
+    assert (again.status, bool(again.error)) == (409, True)
+    second = app(
+        "POST",
+        "/models",
+        {"job_id": "job-2", "files": listed({"a": b"1"}), "path": "", "final_loss": 1},
+    ).json
+    assert app("GET", "/models").json == {"models": [second, model]}
+    assert app("GET", f"/models/{model['id']}").json == model
+
+
+REFUSED = [
+    *({}, [], None, "x", {"job_id": 5}),
+    *(
+        {"files": files}
+        for files in ({}, "x", [5], [{}], [None], [], [{"path": "a"}], [{"size_bytes": 1}])
+    ),
+    *({"files": [{"path": "a", "size_bytes": size}]} for size in ("1", -1, 1.5, True, 2**63, None)),
+    *(
+        {"files": [{"path": path, "size_bytes": 1}]}
+        for path in ("../x", "/x", "a\\b", ".fetch-1", 5)
+    ),
+    *(
+        {"files": [{"path": "a", "size_bytes": 1, "sha256": digest}]}
+        for digest in ("x", "0" * 63, "g" * 64, f"sha256:{'0' * 64}", 5, "\u0660" * 64)
+    ),
+    *(
+        {"files": [{"path": path, "size_bytes": 1} for path in paths]}
+        for paths in (("a", "a"), ("a", "a/b"), ("x/a/b", "x/a"))
+    ),
+    *({"path": path} for path in ("../x", "/x", "trained/a..b", 5)),
+    *(
+        {name: value}
+        for name, value in (
+            ("name", 5),
+            ("name", None),
+            ("base_model", []),
+            ("params", []),
+            ("params", None),
+        )
+    ),
+    *({"num_examples": value} for value in ("1", 1.5, True, 2**63, 10**400, None)),
+    *({"final_loss": value} for value in ("x", True, 10**400)),
+]
+
+
+@pytest.mark.parametrize("body", REFUSED, ids=lambda body: str(body)[:50])
+def test_model_that_could_never_be_deployed_is_400(lite: App, body: Any) -> None:
+    if isinstance(body, dict) and body:
+        body = {"job_id": "j", "files": listed({"a": b"1"}), **body}
+    answer = lite("POST", "/models", body)
+    assert (answer.status, bool(answer.error)) == (400, True)
+    assert lite("GET", "/models").json == {"models": []}
+
+
+def test_model_without_files_is_listed_by_the_sidecar(
+    serve: Callable[..., App], models: Path, tmp_path: Path
+) -> None:
+    app = serve(sidecar=str(models))
+    model = app("POST", "/models", {"job_id": "job-1"})
+    assert model.status == 201
+    assert [file["path"] for file in model.json["files"]] == ["a.bin", "empty", "sub/b c%2e.bin"]
+    assert app.deploy(model.json["id"]).status == 200
+    assert app("POST", "/models", {"job_id": "nobody"}).status == 502
+    lonely = serve(sidecar=None, database=str(tmp_path / "lonely.db"))
+    assert lonely("POST", "/models", {"job_id": "job-1"}).status == 503
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"nope": 1}',
+        b'{"files": "x"}',
+        b"[]",
+        b"{",
+        b'{"files": []}',
+        b'{"files": [{"path": "../x", "size_bytes": 1}]}',
+        b'{"files": [5]}',
+    ],
+)
+def test_sidecars_list_that_is_nonsense_is_502(
+    serve: Callable[..., App], httpserver: Any, body: bytes
+) -> None:
+    httpserver.expect_request(
+        "/models/files", query_string="model_path=trained/job-1"
+    ).respond_with_data(body)
+    app = serve(sidecar=httpserver.url_for("/"))
+    answer = app("POST", "/models", {"job_id": "job-1"})
+    assert (answer.status, bool(answer.error)) == (502, True)
+    httpserver.check_assertions()
+
+
+def test_audit_reads_the_disk_and_fetches_nothing(app: App, sidecar: Sidecar) -> None:
+    files = {
+        name: payload(100, name)
+        for name in ("ok.bin", "missing.bin", "size.bin", "sha.bin", "sub/ok.bin")
+    }
+    sidecar.add(files)
+    model = app.record(files)
+    cold = app("GET", f"/models/{model}/audit").json
+    assert list(cold) == ["dir", "complete", "files", "bytes_to_fetch", "bytes_free", "fits"]
+    assert ({file["state"] for file in cold["files"]}, cold["bytes_to_fetch"], cold["fits"]) == (
+        {"missing"},
+        500,
+        True,
+    )
+    assert not app.root.exists()
+    assert app.deploy(model).status == 200
+    warm = app("GET", f"/models/{model}/audit").json
+    assert (warm["dir"], warm["complete"], warm["bytes_to_fetch"]) == (
+        str(app.root / "job-1"),
+        True,
+        0,
+    )
+    sidecar.asked.clear()
+    (app.root / "job-1/missing.bin").unlink()
+    (app.root / "job-1/size.bin").write_bytes(b"x")
+    (app.root / "job-1/sha.bin").write_bytes(b"x" * 100)
+    audit = app("GET", f"/models/{model}/audit").json
+    assert [file["state"] for file in audit["files"]] == [
+        "ok",
+        "missing",
+        "wrong size",
+        "wrong sha256",
+        "ok",
+    ]
+    assert (audit["complete"], audit["bytes_to_fetch"], sidecar.asked) == (False, 300, [])
+
+
+def test_training_off_has_no_training_route(serve: Callable[..., App]) -> None:
+    app = serve(training=False)
+    for method, path in (
+        ("GET", "/models"),
+        ("POST", "/models"),
+        ("GET", "/models/1"),
+        ("GET", "/deployers"),
+    ):
+        assert app(method, path).status == 404
+    assert request(app.url, "GET", "/health").status == 200
+    assert b'data-training="off"' in request(app.url, "GET", "/admin").body
+
+
+def test_client_that_is_gone_when_it_is_answered_changes_nothing(
+    lite: App, sidecar: Sidecar
+) -> None:
+    sidecar.add(THREE)
+    model = lite.record(THREE)
+    assert lite.deploy(model).status == 200
+    threads = threading.active_count()
+    for _ in range(50):
+        with lite.connect() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            connection.sendall(
+                f"GET {API}/models/{model}/deployments HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+            )
+    until(lambda: threading.active_count() <= threads)
+    assert lite.history(model)[0]["status"] == "completed"
+
+
+# ---- server --------------------------------------------------------------------------------------
+
+STEPS = ["waits for the lock", "fetches", "deploys"]
+
+
+def start_in(
+    step: str, app: App, sidecar: Sidecar, held: contextlib.ExitStack
+) -> tuple[int, socket.socket]:
+    """Start a deployment, and return when it is in that step."""
+    sidecar.add({"a": payload(1000)})
+    model = app.record({"a": payload(1000)})
+    if step == "waits for the lock":
+        app.root.mkdir(exist_ok=True)
+        lock = held.enter_context((app.root / ".job-1.lock").open("w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    elif step == "fetches":
+
+        def stall(connection: socket.socket, data: bytes, start: int) -> None:
+            cut(100)(connection, data, start)
+            sidecar.release.wait(20)
+
+        sidecar.script["a"] = [stall]
+    connection = held.enter_context(app.start_deploy(model, "patient"))
+    until(lambda: app.history(model))
+    if step == "fetches":
+        until(lambda: app.progress(model).get("bytes_done") == 100)
+    if step == "deploys":
+        until(lambda: app.progress(model).get("bytes_done") == 1000)
+    return model, connection
+
+
+@pytest.mark.parametrize("how", ["closes", "closes its sending side", "pipelines and closes"])
+@pytest.mark.parametrize("step", STEPS)
+def test_client_that_leaves_cancels_its_deployment(
+    app: App, sidecar: Sidecar, step: str, how: str
+) -> None:
+    with contextlib.ExitStack() as held:
+        model, connection = start_in(step, app, sidecar, held)
+        begun = time.monotonic()
+        if how == "pipelines and closes":
+            if sys.platform != "linux":
+                pytest.skip("only Linux tells of a client that leaves behind unread bytes")
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            time.sleep(0.5)  # it must not count as having left
+            assert app.history(model)[0]["status"] == "running"
+        if how == "closes its sending side":
+            connection.shutdown(socket.SHUT_WR)
+        else:
+            connection.close()
+        ended = until(lambda: (row := app.newest(model))["status"] == "failed" and row)
+        assert ended["error"] == "the client disconnected"
+        assert time.monotonic() - begun < 5
+    until(lambda: app.events[0].fields["error"] == ended["error"])
+    assert not list(app.root.rglob(".fetch-*"))
+    assert app.deploy(model).status == 200
+
+
+def test_what_was_made_for_a_client_that_left_is_named(
+    serve: Callable[..., App], sidecar: Sidecar, database: str
+) -> None:
+    def deaf(ctx: Context, req: gligabao.DeployTrainedModelRequest) -> DeployTrainedModelResult:
+        assert ctx.wait(20)
+        if req.options == {"raise": True}:
+            raise OSError("half way")
+        return DeployTrainedModelResult("made-it")
+
+    app = serve(database=database, trained_model_deployers={"deaf": deaf})
+    sidecar.add({"a": b"1"})
+    model = app.record({"a": b"1"})
+    for options, text in (
+        ({}, "the client disconnected; the deployer returned ref made-it"),
+        ({"raise": True}, "the client disconnected: half way"),
+    ):
+        with app.start_deploy(model, "deaf", options):
+            until(lambda: app.progress(model).get("files_done"))
+        row = until(lambda: (row := app.newest(model))["status"] == "failed" and row)
+        assert (row["error"], row["ref"]) == (text, "")
+
+
+def test_others_who_wait_for_the_same_model_go_on(app: App, sidecar: Sidecar) -> None:
+    with contextlib.ExitStack() as held, ThreadPoolExecutor(1) as pool:
+        model, connection = start_in("fetches", app, sidecar, held)
+        other = pool.submit(app.deploy, model)
+        until(lambda: len(app.history(model)) == 2)
+        connection.close()
+        assert other.result(20).status == 200
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_server_that_stops_records_every_running_deployment(
+    serve: Callable[..., App], sidecar: Sidecar, database: str, tmp_path: Path, step: str
+) -> None:
+    events: list[gligabao.SystemEvent] = []
+    root = tmp_path / "trained_models"
+    server = gligabao.Server(
+        port=0,
+        training=True,
+        database=database,
+        sidecar=sidecar.url,
+        trained_model_deploy_dir=root,
+        trained_model_deployers=DEPLOYERS,
+        system_event=events.append,
+    )
+    with contextlib.ExitStack() as held:
+        with server:
+            model, connection = start_in(step, App(server, root, events), sidecar, held)
+            begun = time.monotonic()
+        assert time.monotonic() - begun < 8
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert (response.status, json.loads(response.read())["error"]) == (
+            502,
+            "the server is stopping",
+        )
+        response.close()
+    with contextlib.closing(gligabao.open_store(database)) as store:
+        (row,) = store.list_trained_model_deployments(model)
+    assert (row["status"], row["error"]) == ("failed", "the server is stopping")
+    assert [event.fields["error"] for event in events] == ["the server is stopping"]
+    assert not list(root.rglob(".fetch-*"))
+
+
+def test_stop_takes_a_result_in_time_and_drops_a_deaf_deployers(
+    sidecar: Sidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gligabao, "STOP_GRACE_S", 1)
+    late = threading.Event()
+
+    def quick(ctx: Context, req: Any) -> DeployTrainedModelResult:
+        assert ctx.wait(20)
+        return DeployTrainedModelResult("in time")
+
+    def deaf(ctx: Context, req: Any) -> DeployTrainedModelResult:
+        late.wait(20)
+        return DeployTrainedModelResult("too late")
+
+    events: list[gligabao.SystemEvent] = []
+    database = str(tmp_path / "x.db")
+    server = gligabao.Server(
+        port=0,
+        training=True,
+        database=database,
+        sidecar=sidecar.url,
+        trained_model_deployers={"quick": quick, "deaf": deaf},
+        system_event=events.append,
+    )
+    sidecar.add({"a": b"1"})
+    with contextlib.ExitStack() as held:
+        with server:
+            app = App(server, tmp_path / "trained_models", events)
+            model = app.record({"a": b"1"})
+            for deployer in ("quick", "deaf"):
+                held.enter_context(app.start_deploy(model, deployer))
+            until(
+                lambda: (
+                    sum(
+                        row["progress"]["files_done"]
+                        for row in app.history(model)
+                        if "progress" in row
+                    )
+                    == 2
+                )
+            )
+        late.set()
+    with contextlib.closing(gligabao.open_store(database)) as store:
+        ends = {
+            row["deployer"]: (row["status"], row["ref"], row["error"])
+            for row in store.list_trained_model_deployments(model)
+        }
+    assert ends == {
+        "quick": ("completed", "in time", ""),
+        "deaf": ("failed", "", "the server is stopping"),
+    }
+    assert len(events) == 2
+
+
+def test_leaving_the_block_frees_the_port_and_leaves_no_thread(tmp_path: Path) -> None:
+    threads = {*threading.enumerate()}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    for _ in range(3):
+        with (
+            gligabao.Server(port=port, database=str(tmp_path / "x.db"), training=True) as server,
+            socket.create_connection(("127.0.0.1", port)),
+        ):
+            assert request(server.url, "GET", "/health").status == 200
+    assert {*threading.enumerate()} <= threads
+
+
+def test_failed_start_leaves_nothing_open(models: Path, tmp_path: Path) -> None:
+    threads = {*threading.enumerate()}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = gligabao.Server(
+            port=taken.getsockname()[1], database=str(tmp_path / "x.db"), sidecar=str(models)
+        )
+        with pytest.raises(OSError, match="in use"), server:
+            pass
+    assert {*threading.enumerate()} <= threads
+    (tmp_path / "file").write_text("no database at all" * 100)
+    with (
+        pytest.raises(sqlite3.DatabaseError, match="file is not a database"),
+        gligabao.Server(port=0, database=str(tmp_path / "file")),
+    ):
+        pass
+
+
+def test_serve_ends_with_its_event_outside_the_main_thread(tmp_path: Path) -> None:
+    stop = threading.Event()
+    thread = threading.Thread(
+        target=gligabao.serve, kwargs={"port": 0, "database": str(tmp_path / "x.db"), "stop": stop}
+    )
+    thread.start()
+    stop.set()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"api_key": "ü"}, {"api_key": "a\nb"}, {"sidecar_token": "\x7f"}, {"sidecar": "nowhere"}],
+)
+def test_bad_option_is_a_value_error(bad: dict[str, Any], tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="must be|does not exist"),
+        gligabao.Server(port=0, database=str(tmp_path / "x.db"), **bad),
+    ):
+        pass
+
+
+# ---- command line --------------------------------------------------------------------------------
+
+
+def test_demo_once_prints_a_completed_deployment_and_nothing_else(tmp_path: Path) -> None:
+    shutil.copy(MODULE, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-I", "gligabao.py", "demo", "--once"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    deployment = json.loads(done.stdout)
+    assert (done.returncode, done.stderr, deployment["status"]) == (0, "", "completed")
+    assert not Path(deployment["dir"]).exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == [
+        "gligabao.py"
+    ]
+
+
+def test_demo_adapter_is_a_valid_safetensors_file(tmp_path: Path) -> None:
+    files = gligabao._make_adapter(tmp_path / "made")
+    assert files == [
+        entry
+        for path in files
+        for entry in listed({path["path"]: (tmp_path / "made" / path["path"]).read_bytes()})
+    ]
+    data = (tmp_path / "made" / "adapter_model.safetensors").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    tensors = json.loads(data[8 : 8 + size])
+    assert size % 8 == 0
+    assert max(tensor["data_offsets"][1] for tensor in tensors.values()) == len(data) - 8 - size
+
+
+@contextlib.contextmanager
+def started(
+    *words: object, cwd: Path, env: dict[str, str] | None = None
+) -> Iterator[tuple[Any, str]]:
+    """Run a command that serves; yield the process and the address that it says."""
+    log = cwd / "log.txt"
+    with open(log, "w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-u", str(MODULE), *map(str, words)],
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env={"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1", **(env or {})},
+        )
+    try:
+        found = until(
+            lambda: re.search(r"http://[\d.]+:\d+", log.read_text()) or process.poll() is not None,
+            20,
+        )
+        assert found is not True, log.read_text()
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_says_where_things_are_and_ends_with_0(tmp_path: Path, number: int) -> None:
+    with started("serve", "--training", "--port", 0, "--database", "d/x.db", cwd=tmp_path) as (
+        process,
+        url,
+    ):
+        assert request(url, "GET", f"{API}/deployers").json == {"deployers": []}
+        process.send_signal(number)
+        assert process.wait(12) == 0
+    text = (tmp_path / "log.txt").read_text()
+    assert f"{url}/admin" in text
+    assert str(tmp_path / "d" / "trained_models") in text
+    assert (tmp_path / "d" / "x.db").exists()
+    assert "Traceback" not in text
+
+
+def test_demo_serves_its_page_and_a_deployment(tmp_path: Path) -> None:
+    with started("demo", "--port", 0, cwd=tmp_path) as (process, url):
+        answer = request(url, "POST", f"{API}/models/1/deployments", {"deployer": "release"})
+        assert answer.status == 200
+        release = Path(answer.json["ref"])
+        assert (release.parent / "current").resolve() == release.resolve()
+        assert on_disk(release) == on_disk(Path(answer.json["dir"]))
+        process.terminate()
+        assert process.wait(12) == 0
+    assert not release.exists()
+
+
+def test_sidecar_command_serves_a_directory_with_its_token(
+    tmp_path: Path, models: Path, serve: Callable[..., App]
+) -> None:
+    with started(
+        "sidecar", models, "--port", 0, cwd=tmp_path, env={"GLIGABAO_SIDECAR_TOKEN": "tok-1"}
+    ) as (_, url):
+        app = serve(sidecar=url, sidecar_token="tok-1")
+        model = app("POST", "/models", {"job_id": "job-1"}).json["id"]
+        assert app.deploy(model).status == 200
+        wrong = serve(sidecar=url, sidecar_token="tok-2", database=str(tmp_path / "other.db"))
+        assert "got status 401" in wrong("POST", "/models", {"job_id": "job-2"}).error
+
+
+def test_deploy_command_prints_the_stored_deployment(
+    serve: Callable[..., App], sidecar: Sidecar, tmp_path: Path
+) -> None:
+    app = serve(api_key="k3y")
+    key = {"Authorization": "Bearer k3y"}
+    sidecar.add({"a": b"1"})
+    app("POST", "/models", {"job_id": "job-1", "files": listed({"a": b"1"})}, **key)
+    env = {"GLIGABAO_API_KEY": "k3y", "http_proxy": "http://127.0.0.1:9"}
+    where = ("--url", f"{app.url}/")
+    done = run(
+        "deploy",
+        1,
+        "echo",
+        "--options",
+        '{"n": 1.0, "big": 9007199254740993}',
+        *where,
+        cwd=tmp_path,
+        env=env,
+    )
+    rows = app("GET", "/models/1/deployments", **key).json["deployments"]
+    assert [json.loads(done.stdout)] == rows
+    assert str(rows[0]["details"]["options"]) == "{'n': 1.0, 'big': 9007199254740993}"
+    failed = run("deploy", 1, "broken", *where, cwd=tmp_path, env=env, code=1)
+    assert json.loads(failed.stdout)["error"] == "the bucket is on fire"
+    for words, more in (
+        ((99, "ok"), env),
+        ((1, "nobody"), env),
+        ((1, "ok"), {"GLIGABAO_API_KEY": "wr0ng"}),
+    ):
+        refused = run("deploy", *words, *where, cwd=tmp_path, env=more, code=1)
+        assert (refused.stdout, len(refused.stderr.splitlines())) == ("", 1)
+    for words in (
+        (1,),
+        (1, "ok", "--options", "{x"),
+        (1, "ok", "--options", "[]"),
+        ("x", "ok"),
+        (1, "ok", "--url", "ftp://x"),
+    ):
+        run("deploy", *words, cwd=tmp_path, env=env, code=2)
+
+
+def test_deploy_command_that_finds_nobody_says_so_in_a_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    done = run("deploy", 1, "ok", "--url", url, cwd=tmp_path, code=1)
+    assert "Connection refused" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_deploy_command_shows_progress_on_a_terminal_and_leaves_when_interrupted(
+    lite: App, sidecar: Sidecar
+) -> None:
+    import pty
+
+    sidecar.add({"a": b"1"})
+    model = lite.record({"a": b"1"})
+    screen, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, str(MODULE), "deploy", str(model), "patient", "--url", lite.url],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+    )
+    os.close(terminal)
+    with os.fdopen(screen, "rb", 0) as shown:
+        text = b""
+        while b"the deployer is working" not in text:
+            text += shown.read(1000)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=10)[0] == b""
+    assert process.returncode == 130
+    until(lambda: lite.history(model)[0]["error"] == "the client disconnected")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nope"],
+        [],
+        ["serve", "--nope"],
+        ["serve", "--port", "x"],
+        ["serve", "--port", "70000"],
+        ["serve", "--port", "-1"],
+        ["sidecar"],
+        ["demo", "x"],
+    ],
+    ids=str,
+)
+def test_bad_usage_exits_2(words: list[str], tmp_path: Path) -> None:
+    assert run(*words, cwd=tmp_path, code=2).stderr
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["sidecar"], ["demo"], ["deploy"]], ids=str)
+def test_help_and_version_are_everywhere(command: list[str], tmp_path: Path) -> None:
+    assert run(*command, "--version", cwd=tmp_path).stdout == f"gligabao {gligabao.__version__}\n"
+    assert "usage" in run(*command, "--help", cwd=tmp_path).stdout
+
+
+FAILED_STARTS = {
+    "bad sidecar URL": ["serve", "--sidecar", "http://"],
+    "sidecar of another kind": ["serve", "--sidecar", "ftp://127.0.0.1/"],
+    "no such directory": ["serve", "--sidecar", "nowhere"],
+    "no database": ["serve", "--database", "file"],
+    "database below a file": ["serve", "--database", "file/x.db"],
+    "not loopback": ["serve", "--host", "0.0.0.0"],
+    "bad host": ["serve", "--host", "256.1.1.1"],
+    "another database": ["serve", "--database", "mysql://u:s3cret@127.0.0.1/x"],
+    "no PostgreSQL there": ["serve", "--database", "postgresql://u:s3cret@127.0.0.1:1/x"],
+    "malformed PostgreSQL URL": ["serve", "--database", "postgresql://u:s3cret@[bad/x"],
+    "sidecar without a directory": ["sidecar", "nowhere"],
+    "sidecar not loopback": ["sidecar", ".", "--host", "0.0.0.0"],
+}
+
+
+@pytest.mark.parametrize("words", FAILED_STARTS.values(), ids=FAILED_STARTS)
+def test_failed_start_exits_1_with_one_line(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no database at all" * 100)
+    done = run(*words, "--port", 0, cwd=tmp_path, code=1)
+    assert len(done.stderr.splitlines()) == 1
+    assert "s3cret" not in done.stderr + done.stdout
+
+
+def test_main_takes_deployers_and_a_flag_wins(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"import sys; sys.path.insert(0, {str(HERE)!r}); import gligabao\n"
+        "sys.exit(gligabao.main(port=1, database='mine.db', trained_model_deployers={'mine': lambda ctx, req: None}))\n"
+    )
+    log = tmp_path / "log.txt"
+    with open(log, "w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "mine.py", "serve", "--training", "--port", "0"],
+            cwd=tmp_path,
+            stdout=out,
+            stderr=out,
+        )
+    try:
+        url = until(lambda: re.search(r"http://[\d.]+:\d+", log.read_text()))[0]
+        assert [
+            deployer["name"]
+            for deployer in request(url, "GET", f"{API}/deployers").json["deployers"]
+        ] == ["mine"]
+        assert (tmp_path / "mine.db").exists()
+        process.terminate()
+        assert process.wait(12) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_killed_server_leaves_real_names_perfect_and_the_next_deployment_completes(
+    sidecar: Sidecar, tmp_path: Path
+) -> None:
+    files = {"a.bin": payload(1000), "b.bin": payload(3_000_000)}
+    sidecar.add(files)
+
+    def stall(connection: socket.socket, data: bytes, start: int) -> None:
+        cut(2_000_000)(connection, data, start)
+        sidecar.release.wait(20)
+
+    sidecar.script["b.bin"] = [stall]
+    (tmp_path / "mine.py").write_text(
+        f"import sys; sys.path.insert(0, {str(HERE)!r}); import gligabao\n"
+        "sys.exit(gligabao.main(trained_model_deployers={'mine': lambda ctx, req: None}))\n"
+    )
+    words = [
+        sys.executable,
+        "mine.py",
+        "serve",
+        "--training",
+        "--port",
+        "0",
+        "--database",
+        "x.db",
+        "--sidecar",
+        sidecar.url,
+    ]
+    root = tmp_path / "trained_models" / "job-1"
+    for round_ in range(2):
+        with open(tmp_path / "log.txt", "w") as out:
+            process = subprocess.Popen(words, cwd=tmp_path, stdout=out, stderr=out)
+        url = until(lambda: re.search(r"http://[\d.]+:\d+", (tmp_path / "log.txt").read_text()))[0]
+        path = f"{API}/models/1/deployments"
+        if round_ == 0:
+            assert (
+                request(
+                    url, "POST", f"{API}/models", {"job_id": "job-1", "files": listed(files)}
+                ).status
+                == 201
+            )
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(request, url, "POST", path, {"deployer": "mine"})
+                until(lambda: (root / "a.bin").exists() and [*root.glob(".fetch-*")])
+                process.kill()
+                assert isinstance(answer.exception(10), (OSError, http.client.HTTPException))
+            assert on_disk(root) | dict.fromkeys(("a.bin",), b"") == on_disk(root) | {"a.bin": b""}
+            assert "b.bin" not in on_disk(root)
+        else:
+            assert request(url, "POST", path, {"deployer": "mine"}).status == 200
+            rows = request(url, "GET", path).json["deployments"]
+            assert [row["status"] for row in rows] == ["completed", "running"]
+            process.terminate()
+        process.wait(12)
+    assert on_disk(root) == files
+
+
+# ---- README --------------------------------------------------------------------------------------
+
+README = (HERE / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+
+
+def test_readmes_script_deploys_with_its_own_deployer(tmp_path: Path) -> None:
+    (script,) = (text for kind, text in BLOCKS if kind == "python" and "gligabao.main(" in text)
+    (tmp_path / "deploy.py").write_text(script)
+    shutil.copy(MODULE, tmp_path)
+    gligabao._make_adapter(tmp_path / "DIR" / "trained" / "my-job")
+    log = tmp_path / "log.txt"
+    words = [sys.executable, "deploy.py", "serve", "--training", "--sidecar", "DIR", "--port", "0"]
+    with open(log, "w") as out:
+        process = subprocess.Popen(words, cwd=tmp_path, stdout=out, stderr=out)
+    try:
+        url = until(lambda: re.search(r"http://[\d.]+:\d+", log.read_text()))[0]
+        assert request(url, "POST", f"{API}/models", {"job_id": "my-job"}).status == 201
+        done = run("deploy", 1, "folder", "--url", url, cwd=tmp_path)
+        assert len(on_disk(Path(json.loads(done.stdout)["ref"]))) == 4
+    finally:
+        process.terminate()
+        process.wait(12)
+
+
+def test_readme_names_every_flag_command_and_variable(tmp_path: Path) -> None:
+    help = "".join(
+        run(command, "--help", cwd=tmp_path).stdout
+        for command in ("serve", "sidecar", "demo", "deploy")
+    )
+    flags = {*re.findall(r"--[a-z-]+", help)} - {
+        "--help",
+        "--version",
+        "--host",
+        "--options",
+        "--url",
+        "--once",
+        "--port",
+    }
+    assert [flag for flag in sorted(flags) if flag not in README] == []
