@@ -2383,22 +2383,629 @@ def deploy_model(
 
 
 # ---- page ----------------------------------------------------------------------------------------
-# Knows the browser: one static string. May use: nothing.
+# Knows the browser and the API: one static string, in which the server sets two attributes. Every text
+# becomes a text node. May use: nothing.
 
-PAGE = r"""<!DOCTYPE html>
+PAGE = r"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Training · gligabao</title>
-<style>body { font: 1rem/1.5 system-ui; margin: 2rem auto; max-width: 40rem; padding: 0 1rem; }</style>
+<style>
+:root {
+  color-scheme: light dark;
+  --page: light-dark(#f5f6f8, #121418); --card: light-dark(#fff, #1b1e24); --line: light-dark(#dfe2e8, #31353e);
+  --field: light-dark(#8a909c, #6d7380); --text: light-dark(#1b1e24, #e9ebef); --muted: light-dark(#5a616d, #a3a9b5);
+  --accent: light-dark(#2a55c9, #9db8ff); --on-accent: light-dark(#fff, #101828);
+  --chosen: light-dark(#edf2ff, #222c45);
+  --good: light-dark(#14633a, #86dba9); --good-tint: light-dark(#e0f3e8, #16352a);
+  --bad: light-dark(#a61f2b, #ffa3a3); --bad-tint: light-dark(#fce7e8, #43202a);
+  --warn: light-dark(#754700, #f2c778); --warn-tint: light-dark(#fdeed3, #3b2d14);
+  font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page);
+}
+* { box-sizing: border-box; }
+[hidden], p:empty { display: none !important; }
+body { max-width: 74rem; margin: 0 auto; padding: 2rem 1.5rem 4rem; overflow-wrap: anywhere; }
+header { display: flex; align-items: baseline; gap: 1rem; margin-bottom: 1.25rem; }
+h1 { margin: 0; font-size: 1.9rem; line-height: 1.25; letter-spacing: -.02em; }
+h2 { margin: 0; font-size: 1.25rem; line-height: 1.35; }
+h3 { margin: 0 0 .5rem; font-size: 1rem; }
+p { margin: 0 0 .75rem; max-width: 68ch; }
+pre, code, textarea { margin: 0; font: .8rem/1.6 ui-monospace, monospace; white-space: pre-wrap; }
+.card, dialog { padding: 1.5rem; background: var(--card); border: 1px solid var(--line); border-radius: .75rem; }
+.card { margin-bottom: 1.5rem; }
+.card > h2 { margin-bottom: .75rem; }
+.muted { color: var(--muted); }
+.bad { color: var(--bad); }
+.long { display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 5; overflow: hidden; }
+.bar { display: flex; flex-wrap: wrap; justify-content: space-between; align-items: start; gap: .75rem 1.5rem; }
+.buttons { display: flex; gap: .5rem; }
+.banner { position: sticky; top: 0; z-index: 2; }
+.banner p, .command { max-width: none; padding: .6rem 1rem; border-radius: .45rem; }
+.banner p { color: var(--bad); background: var(--bad-tint); }
+.command { background: var(--page); }
+
+button, input, textarea { color: inherit; background: none; border: 1px solid var(--field); border-radius: .45rem; }
+button { padding: .35rem .9rem; font: inherit; font-weight: 500; white-space: nowrap; cursor: pointer; }
+button:hover { border-color: currentColor; }
+button.primary:enabled { color: var(--on-accent); background: var(--accent); border-color: var(--accent); }
+button.bad { color: var(--bad); }
+button:disabled, [aria-disabled] { color: var(--muted); background: none; border-color: var(--line); cursor: default; }
+input, textarea { display: block; width: 100%; margin: .25rem 0 .5rem; padding: .5rem .65rem; }
+input { max-width: 28rem; }
+[aria-invalid] { border-color: var(--bad); }
+label, a { font-weight: 600; }
+a { color: var(--accent); text-decoration: none; }
+a:hover { text-decoration: underline; }
+:focus-visible { outline: 3px solid var(--accent); outline-offset: 2px; }
+[tabindex="-1"] { outline: none; }
+
+table, dl { font-size: .93rem; font-variant-numeric: tabular-nums; }
+table { width: 100%; border-collapse: collapse; }
+th, td { padding: .5rem 1.25rem .5rem 0; border-bottom: 1px solid var(--line); text-align: start; vertical-align: top; }
+th { font-weight: 500; }
+thead th { color: var(--muted); font-size: .87rem; white-space: nowrap; }
+tr > :last-child { padding-right: 0; }
+tbody tr:last-child > * { border-bottom: 0; }
+[data-column=ID], [data-column=Size], [data-column=Files], [data-column=Duration] { text-align: end; }
+[data-column=ID] { width: 1%; }
+[data-column=Job] { width: 10%; }
+[data-column=ID], [data-column=Size], [data-column=Files], time, [data-state] { white-space: nowrap; }
+[data-state] { padding: .1rem .5rem; border-radius: .4rem; font-size: .85rem; font-weight: 600; }
+[data-state] { color: var(--warn); background: var(--warn-tint); }
+[data-state=completed], [data-state=ok] { color: var(--good); background: var(--good-tint); }
+[data-state=failed] { color: var(--bad); background: var(--bad-tint); }
+[data-state=running] { color: var(--accent); background: var(--chosen); }
+
+#models { max-height: max(20rem, 45vh); margin: 0 -1.5rem -.75rem; overflow: auto; }
+#models thead th { position: sticky; top: 0; background: var(--card); box-shadow: inset 0 -1px var(--line); }
+#models tr > :first-child { padding-left: 1.5rem; }
+#models tr > :last-child { padding-right: 1.5rem; }
+#models tbody tr { cursor: pointer; }
+#models tbody tr:hover, #models tr:has([aria-current]) { background: var(--chosen); }
+#model-name { scroll-margin-bottom: 55vh; }
+.columns { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 2fr); gap: 1.5rem 3rem; margin: 1.5rem 0; }
+dl { display: grid; grid-template-columns: fit-content(40%) minmax(0, 1fr); gap: .3rem 1rem; margin: 0; }
+dt { color: var(--muted); }
+dd { margin: 0; max-width: 80ch; }
+#deployers dt { color: inherit; font-weight: 600; }
+summary { width: fit-content; color: var(--muted); font-size: .87rem; cursor: pointer; }
+progress { display: block; width: 100%; max-width: 24rem; margin: .35rem 0; accent-color: var(--accent); }
+
+dialog { width: min(42rem, 100vw - 2rem); max-height: calc(100dvh - 2rem); color: inherit; }
+dialog::backdrop { background: rgb(10 12 16 / .6); }
+dialog .bar { flex-wrap: nowrap; }
+dialog > .bar { margin-bottom: 1rem; }
+ul { margin: 0; padding: 0; list-style: none; }
+li { padding: .9rem 0; border-top: 1px solid var(--line); }
+li h3 { margin: 0; }
+li [role=status]:not(:empty) { margin-top: .6rem; }
+
+@media (max-width: 45rem) {
+  body { padding: 1.25rem 1rem 3rem; }
+  .card, dialog { padding: 1rem; }
+  .columns { grid-template-columns: minmax(0, 1fr); }
+  #models { max-height: 60vh; margin: 0 -1rem; }
+  table, tbody, tr { display: block; }
+  thead { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
+  tbody tr { padding: .75rem 0; border-bottom: 1px solid var(--line); }
+  tbody tr:last-child { border-bottom: 0; }
+  #models tbody tr { padding: .75rem 1rem; }
+  tbody tr > [data-column] { display: block; width: auto; padding: .1rem 0 !important; border: 0; text-align: start; }
+  tbody tr > :is(td, [data-column=ID]) { display: grid; grid-template-columns: 6rem minmax(0, 1fr); }
+  tbody tr > :is(td, [data-column=ID])::before { content: attr(data-column); color: var(--muted); font-weight: 400; }
+}
+</style>
 </head>
 <body data-training="{training}" data-version="{version}">
-<h1>Training</h1>
-<p id="state"></p>
-<p>The API is at <code>v1/gb/training</code>: <code>models</code>, <code>deployers</code>.</p>
+<header>
+  <h1>Training</h1>
+  <span id="version" class="muted"></span>
+  <button id="forget" hidden>Forget key</button>
+</header>
+<div class="banner" role="alert">
+  <p id="lost" hidden>The server cannot be reached, so what you see may be out of date. Trying again every second.</p>
+  <p id="problem"></p>
+</div>
+<main>
+  <p id="loading" class="muted">Loading …</p>
+  <section id="off" class="card" hidden>
+    <h2>Training is off</h2>
+    <p>Trained models are recorded and deployed only by a server that was started in training mode:</p>
+    <pre class="command">python gligabao.py serve --training</pre>
+  </section>
+  <form id="key-form" class="card" hidden>
+    <h2>This server asks for a key</h2>
+    <p>The one it was started with, in <code>GLIGABAO_API_KEY</code>. It is kept until this tab is closed.</p>
+    <label for="key">API key</label>
+    <input id="key" type="password" autocomplete="current-password" required pattern="[ -~]+" aria-describedby="refused"
+      title="Printable ASCII characters">
+    <p id="refused" class="bad" role="alert"></p>
+    <button class="primary">Continue</button>
+  </form>
+  <div id="view" hidden>
+    <section class="card" aria-labelledby="models-title">
+      <h2 id="models-title" tabindex="-1">Trained models</h2>
+      <div id="models"></div>
+      <div id="no-models" hidden>
+        <p>No trained model is recorded yet. This command records the one whose files the sidecar has in
+          <code>trained/JOB_ID</code>:</p>
+        <pre id="command" class="command"></pre>
+      </div>
+    </section>
+    <section id="model" class="card" aria-label="Model actions" hidden>
+      <div class="bar">
+        <h2 id="model-name"></h2>
+        <div class="buttons">
+          <button id="audit">Audit</button>
+          <button id="deploy" class="primary">Deploy</button>
+          <button id="delete" class="bad">Delete</button>
+        </div>
+      </div>
+      <div class="columns">
+        <div><h3>Facts</h3><dl id="facts"></dl></div>
+        <section id="files-region" aria-labelledby="files-title">
+          <h3 id="files-title">Files</h3>
+          <p id="audit-note" role="status"></p>
+          <div id="files"></div>
+        </section>
+      </div>
+      <section aria-labelledby="deployments-title">
+        <h3 id="deployments-title">Deployments</h3>
+        <div id="deployments"></div>
+      </section>
+    </section>
+    <section class="card" aria-labelledby="deployers-title">
+      <h2 id="deployers-title">Deployers</h2>
+      <p id="no-deployers" hidden>No deployer is registered, so nothing can be deployed. A deployer is Python code,
+        given to <code>gligabao.serve</code> as one of its <code>trained_model_deployers</code>.</p>
+      <dl id="deployers"></dl>
+    </section>
+  </div>
+</main>
+<dialog id="deploy-dialog" aria-labelledby="deploy-title">
+  <div class="bar"><h2 id="deploy-title" tabindex="-1" autofocus></h2><button data-close>Close</button></div>
+  <label for="options">Options (JSON)</label>
+  <textarea id="options" rows="2" spellcheck="false" aria-describedby="bad-options hint"></textarea>
+  <p id="bad-options" class="bad"></p>
+  <p id="hint" class="muted">A JSON object for the deployer, sent as typed; may be left empty.</p>
+  <ul id="choices"></ul>
+</dialog>
+<dialog id="delete-dialog" aria-labelledby="delete-title">
+  <div class="bar"><h2 id="delete-title"></h2></div>
+  <p>The model goes, and with it the history of its deployments.
+    Its files stay, on the sidecar and on the server's disk.</p>
+  <p id="delete-error" class="bad" role="alert"></p>
+  <div class="buttons">
+    <button id="delete-now" class="bad">Delete</button>
+    <button data-close autofocus>Cancel</button>
+  </div>
+</dialog>
 <script>
-document.querySelector("#state").textContent = document.body.dataset.training === "on"
-  ? "Training is on: models can be recorded and deployed." : "Training is off: start the server with --training.";
+"use strict";
+const $ = id => document.getElementById(id);
+let key = sessionStorage.getItem("gligabao-key") ?? "";
+let models = [], deployers = [];
+let chosen, model, deployments;  // the id in the address, as text; its model and history as soon as they are known
+let choices = new Map();         // the dialog's entry of each deployer, by name
+let underway = 0;                // deployments that this page waits for
+let looks = 0;                   // counts the looks at a history: only the latest is shown
+let again = false;               // the last look went wrong in a way that may pass
+
+// ---- Elements: every text becomes a text node ----
+
+function h(tag, attributes, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) if (value != null) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
+/** Gives `parent` this content, keeping each node that can stay: then focus, selection and opened details stay too. */
+function patch(parent, ...content) {
+  const wanted = [...h("div", {}, ...content).childNodes];
+  wanted.forEach((node, at) => {
+    const rest = [...parent.childNodes].slice(at);
+    const old = rest.find(({nodeName, dataset}) => nodeName === node.nodeName && dataset?.key === node.dataset?.key);
+    if (!old) return parent.insertBefore(node, rest[0] ?? null);
+    while (parent.childNodes[at] !== old) parent.childNodes[at].remove();
+    if (old.nodeValue !== node.nodeValue) old.nodeValue = node.nodeValue;
+    if (node instanceof Text) return;
+    for (const {name, value} of node.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+    for (const name of old.getAttributeNames()) {
+      if (name !== "open" && !node.hasAttribute(name)) old.removeAttribute(name);
+    }
+    patch(old, ...node.childNodes);
+  });
+  while (parent.childNodes.length > wanted.length) parent.lastChild.remove();
+}
+
+/** A table from [key, {column: content}] rows, or these words without any; on a phone each cell shows its column. */
+function table(name, rows, otherwise = "") {
+  if (!rows.length) return h("p", {class: "muted"}, otherwise);
+  const heads = Object.keys(rows[0][1]).map(column => h("th", {scope: "col", "data-column": column}, column));
+  const cell = ([column, content], at) =>
+    h(at ? "td" : "th", {scope: at ? null : "row", "data-column": column}, h("div", {}, ...[content].flat()));
+  return h("table", {"aria-label": name}, h("thead", {}, h("tr", {}, ...heads)),
+    h("tbody", {}, ...rows.map(([key, fields]) => h("tr", {"data-key": key}, ...Object.entries(fields).map(cell)))));
+}
+
+const pairs = fields => fields.flatMap(([name, content]) => [h("dt", {}, name), h("dd", {}, content)]);
+const label = state => h("span", {"data-state": state}, state);
+/** A text of which only the first lines show; the whole is shown elsewhere. */
+const long = (text, tone = "") => h("div", {class: `long ${tone}`}, text);
+
+// ---- Values ----
+
+const NUMBER = new Intl.NumberFormat(undefined, {maximumFractionDigits: 1});
+const TIME = new Intl.DateTimeFormat(undefined, {dateStyle: "medium", timeStyle: "short"});
+
+/** Keeps a number that JavaScript would write otherwise (9007199254740993, 1.0) as it came, where the browser can. */
+function exact(name, value, context) {
+  const changed = typeof value === "number" && context?.source && context.source !== String(value);
+  return changed ? JSON.rawJSON(context.source) : value;
+}
+
+const plain = value => value?.rawJSON ?? String(value ?? "");
+const fact = value => plain(value) || "–";
+const count = value => NUMBER.format(plain(value));
+const fileCount = number => `${count(number)} file${number === 1 ? "" : "s"}`;
+const json = value => Object.keys(value).length ? h("pre", {}, JSON.stringify(value, null, 2)) : "–";
+
+function bytes(value) {
+  let size = Number(plain(value)), power = 0;
+  for (; size >= 999.95 && power < 5; power++) size /= 1000;
+  return `${NUMBER.format(size)} ${["B", "kB", "MB", "GB", "TB", "PB"][power]}`;
+}
+
+function duration(ms) {
+  if (ms < 1000) return `${ms} ms`;
+  if (ms < 60_000) return `${NUMBER.format(ms / 1000)} s`;
+  const minutes = Math.floor(ms / 60_000), hours = Math.floor(minutes / 60);
+  return hours ? `${hours} h ${minutes % 60} min` : `${minutes} min ${Math.floor(ms / 1000) % 60} s`;
+}
+
+function time(iso) {
+  const date = new Date(iso ?? NaN);
+  return isNaN(date) ? fact(iso) : h("time", {datetime: iso, title: iso}, TIME.format(date));
+}
+
+// ---- The server ----
+
+/** The API's answer, or an Error in words: `lost` without answer, `unclear` without a proper one, else its `status`. */
+async function ask(method, path, body) {
+  const used = key, headers = used ? {Authorization: `Bearer ${used}`} : {};
+  let response, answer;
+  try {
+    response = await fetch(`v1/gb/training/${path}`, {method, headers, body});
+    answer = await response.text();
+  } catch {
+    $("lost").hidden = false;
+    throw Object.assign(new Error("The connection to the server was lost."), {lost: true, unclear: true});
+  }
+  $("lost").hidden = true;
+  const {ok, status} = response;
+  if (status === 401 && used === key) lock();
+  try {
+    answer = answer && JSON.parse(answer, exact);
+  } catch {
+    throw Object.assign(new Error(`The answer, with status ${status}, is no JSON.`), {unclear: true});
+  }
+  if (ok) return answer;
+  const text = answer?.error || `The server answered with status ${status}.`;
+  throw Object.assign(new Error(text), {status, deployment: answer?.deployment});
+}
+
+/** Takes a look at the server, and says in the banner what is wrong. No dialog is pulled away when its model goes. */
+async function attempt(look) {
+  const looking = look(), id = chosen;
+  try {
+    await looking;
+    again = false;
+    $("problem").textContent = "";
+  } catch (error) {
+    again = !(error.status < 500);
+    $("problem").textContent = error.lost || error.status === 401 ? "" : error.message;
+    if (error.status === 404 && !document.querySelector("dialog[open]")) drop(id);
+  }
+}
+
+async function load() {
+  [{models}, {deployers}] = await Promise.all([ask("GET", "models?limit=500"), ask("GET", "deployers")]);
+  showPart("view");
+  $("forget").hidden = !key;
+  showModels();
+  $("no-deployers").hidden = deployers.length > 0;
+  $("deploy").disabled = !deployers.length;
+  patch($("deployers"), ...pairs(deployers.map(({name, description}) => [name, fact(description)])));
+  await choose();
+}
+
+/** Shows the model that the address names, if it names one. */
+async function choose() {
+  const id = location.hash.match(/^#model=(\d+)$/)?.[1];
+  if (id !== chosen) {
+    chosen = id;
+    showModel();
+    showModels();
+  }
+  const found = models.find(listed => plain(listed.id) === id) ?? (id && await ask("GET", `models/${id}`));
+  if (id !== chosen || !id) return;
+  if (!model) showModel(found);
+  await follow();
+}
+
+/** Reads the history of the chosen model. */
+async function follow() {
+  const look = ++looks, id = chosen;
+  const answer = await ask("GET", `models/${id}/deployments`);
+  if (look !== looks || id !== chosen) return;
+  ({deployments} = answer);
+  showDeployments();
+}
+
+/** Looks once a second while something runs or is wrong; never two looks at once, however slow they are. */
+async function tick() {
+  if (!document.hidden && $("key-form").hidden) {
+    if (again || !$("lost").hidden) await attempt(load);
+    else if (model && (underway || deployments?.some(({status}) => status === "running"))) await attempt(follow);
+  }
+  setTimeout(tick, 1000);
+}
+
+// ---- The key ----
+
+const keepKey = value => sessionStorage.setItem("gligabao-key", key = value);
+
+function lock() {
+  $("refused").textContent = key && "The server refused this key.";
+  keepKey("");
+  closeDialogs();
+  showPart("key-form");
+  $("key").focus();
+}
+
+// ---- The view ----
+
+function showPart(id) {
+  for (const part of document.querySelector("main").children) part.hidden = part.id !== id;
+}
+
+function showModels() {
+  const url = new URL("v1/gb/training/models", document.baseURI);
+  const authorization = key && `-H "Authorization: Bearer $GLIGABAO_API_KEY" `;
+  $("command").textContent = `curl ${authorization}-d '{"job_id": "JOB_ID"}' ${url}`;
+  $("no-models").hidden = models.length > 0;
+  $("models").hidden = !models.length;
+  patch($("models"), table("Trained models", models.map(modelRow)));
+}
+
+function modelRow({id, name, job_id, base_model, model_size, files, created_at}) {
+  id = plain(id);
+  const total = files.reduce((sum, {size_bytes}) => sum + Number(plain(size_bytes)), 0);
+  return [id, {
+    Name: h("a", {href: `#model=${id}`, "aria-current": id === chosen ? "true" : null}, name || job_id),
+    ID: id,
+    Job: fact(job_id),
+    "Base model": fact(base_model),
+    "Model size": fact(model_size),
+    Files: `${fileCount(files.length)}, ${bytes(total)}`,
+    Recorded: time(created_at),
+  }];
+}
+
+/** Shows this model instead of the one before, of whose answers, dialogs and options nothing stays; or none. */
+function showModel(found) {
+  model = found;
+  deployments = undefined;
+  choices = new Map();
+  closeDialogs();
+  $("audit").ariaDisabled = $("files-region").ariaBusy = null;
+  $("options").value = "";
+  clearBadOptions();
+  $("model").hidden = !model;
+  if (!model) return;
+  $("model-name").textContent = model.name || model.job_id;
+  patch($("facts"), ...pairs([
+    ["ID", plain(model.id)], ["Job", fact(model.job_id)], ["Base model", fact(model.base_model)],
+    ["Model size", fact(model.model_size)], ["Dataset", fact(model.dataset)], ["Examples", count(model.num_examples)],
+    ["Steps", count(model.num_train_steps)], ["Final loss", fact(model.final_loss)], ["Parameters", json(model.params)],
+    ["Path", fact(model.path)], ["Recorded", time(model.created_at)],
+  ]));
+  showFiles("");
+  patch($("deployments"), h("p", {class: "muted"}, "Loading …"));
+}
+
+/** Takes a model that is gone off the page. */
+function drop(gone) {
+  models = models.filter(({id}) => plain(id) !== gone);
+  if (gone === chosen) {
+    history.replaceState(null, "", location.pathname + location.search);
+    chosen = undefined;
+    showModel();
+  }
+  showModels();
+}
+
+function showFiles(note, audited = []) {
+  $("audit-note").textContent = note;
+  const states = new Map(audited.map(({path, state}) => [path, label(state)]));
+  patch($("files"), table("Files", model.files.map(({path, size_bytes, sha256}) => [path, {
+    File: [path, h("div", {}, h("code", {class: "muted"}, sha256 || "no sha256 recorded"))],
+    Size: bytes(size_bytes),
+    "On disk": states.get(path) ?? "–",
+  }]), "None are recorded."));
+}
+
+function showDeployments() {
+  patch($("deployments"), table("Deployments", deployments.map(deployment => [plain(deployment.id), {
+    ID: plain(deployment.id),
+    Status: label(deployment.status),
+    Deployer: deployment.deployer,
+    Outcome: deployment.status === "running" ? progress(deployment) : outcome(deployment),
+    Duration: deployment.status === "running" ? "–" : duration(deployment.duration_ms),
+    Started: time(deployment.created_at),
+  }]), "None yet."));
+}
+
+function outcome({ref, error, options, details, dir, completed_at}) {
+  const more = pairs([
+    ["Ref", fact(ref)], ["Details", json(details)], ["Error", fact(error)], ["Options", json(options)],
+    ["Directory", fact(dir)], ["Ended", time(completed_at)],
+  ]);
+  const short = error ? long(error, "bad") : long(fact(ref));
+  return [short, h("details", {}, h("summary", {}, "More"), h("dl", {}, ...more))];
+}
+
+function progress({id, progress, created_at}) {
+  const name = `Progress of deployment ${plain(id)}`;
+  if (!progress) return [h("progress", {"aria-label": name}), "since ", time(created_at)];
+  const {bytes_done, bytes_total, files_done, files_total} = progress;
+  const words = files_done === files_total
+    ? `${bytes(bytes_total)} in ${fileCount(files_total)}: the deployer is working`
+    : `${bytes(bytes_done)} of ${bytes(bytes_total)}, ${count(files_done)} of ${fileCount(files_total)}`;
+  return [h("progress", {"aria-label": name, value: bytes_done, max: bytes_total || 1}), words];
+}
+
+// ---- Actions ----
+
+/** Calls `act` at a press of the button, unless it still works. A double click is one press, so is a key held down. */
+function onPress(button, act) {
+  button.addEventListener("keydown", event => event.repeat && event.key === "Enter" && event.preventDefault());
+  button.addEventListener("click", async ({detail}) => {
+    if (detail > 1 || button.ariaDisabled) return;
+    button.ariaDisabled = "true";
+    button.focus();  // Safari does not; a closing dialog gives the focus back to what had it
+    await act();
+    button.ariaDisabled = null;
+  });
+}
+
+async function audit() {
+  const id = chosen;
+  const show = (...shown) => id === chosen && showFiles(...shown);
+  $("files-region").ariaBusy = "true";
+  show("Reading the server's disk …");
+  try {
+    const {dir, complete, files, bytes_to_fetch, bytes_free, fits} = await ask("GET", `models/${id}/audit`);
+    const room = `${bytes(bytes_free)} free there: they ${fits ? "fit" : "do not fit"}`;
+    const missing = `${bytes(bytes_to_fetch)} to fetch into ${dir}, ${room}.`;
+    show(complete ? `Every file is in ${dir}, as recorded.` : missing, files);
+  } catch (error) {
+    show(error.lost ? "" : error.message);
+  }
+  $("files-region").ariaBusy = null;
+}
+
+function openDeploy() {
+  $("deploy-title").textContent = `Deploy ${model.name || model.job_id}`;
+  for (const deployer of deployers) if (!choices.has(deployer.name)) choices.set(deployer.name, newChoice(deployer));
+  $("choices").replaceChildren(...deployers.map(({name}) => choices.get(name)));
+  $("deploy-dialog").showModal();
+}
+
+function newChoice({name, description}) {
+  const title = h("h3", {id: `choice-${name}`}, name);
+  const button = h("button", {"aria-describedby": title.id}, "Deploy");
+  const status = h("div", {role: "status"});
+  onPress(button, () => deploy(name, status));
+  const bar = h("div", {class: "bar"}, h("div", {}, title, long(description, "muted")), button);
+  return h("li", {}, bar, status);
+}
+
+async function deploy(deployer, status) {
+  const id = chosen, options = typedOptions();
+  if (options === undefined) return;
+  patch(status, label("running"));
+  underway++;
+  try {
+    const body = `{"deployer":${JSON.stringify(deployer)}${options && `,"options":${options}`}}`;
+    patch(status, ...result(await ask("POST", `models/${id}/deployments`, body)));
+  } catch (error) {
+    const doubt = error.unclear ? " The deployment may still have run; see Deployments." : "";
+    patch(status, ...error.deployment ? result(error.deployment) : [long(error.message + doubt, "bad")]);
+  }
+  underway--;
+  if (id === chosen) attempt(follow);
+}
+
+const result = ({status, ref, error, duration_ms}) =>
+  [label(status), " ", h("span", {class: "muted"}, duration(duration_ms)), error ? long(error, "bad") : long(ref)];
+
+/** The options as typed, "" for none; undefined when they are no JSON object, which is then said at the field. */
+function typedOptions() {
+  const text = $("options").value.trim();
+  let reason = "it is something else.";
+  try {
+    if (!text || JSON.parse(text) && text.startsWith("{")) return text;
+  } catch (error) {
+    reason = error.message;
+  }
+  $("bad-options").textContent = `This is no JSON object: ${reason}`;
+  $("options").ariaInvalid = "true";
+  $("options").focus();
+}
+
+function clearBadOptions() {
+  $("options").ariaInvalid = null;
+  $("bad-options").textContent = "";
+}
+
+function openDelete() {
+  $("delete-title").textContent = `Delete ${model.name || model.job_id}`;
+  $("delete-error").textContent = "";
+  $("delete-dialog").showModal();
+}
+
+async function remove() {
+  const id = chosen;
+  try {
+    await ask("DELETE", `models/${id}`);
+    drop(id);
+    $("models-title").focus();
+  } catch (error) {
+    $("delete-error").textContent = error.message;
+  }
+}
+
+function closeDialogs() {
+  for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close();
+}
+
+onPress($("audit"), audit);
+onPress($("deploy"), openDeploy);
+onPress($("delete"), openDelete);
+onPress($("delete-now"), remove);
+for (const button of document.querySelectorAll("[data-close]")) button.addEventListener("click", closeDialogs);
+$("forget").addEventListener("click", () => {
+  keepKey("");
+  location.reload();
+});
+$("key-form").addEventListener("submit", event => {
+  event.preventDefault();
+  keepKey($("key").value);
+  $("key").value = $("refused").textContent = "";
+  attempt(load);
+});
+$("options").addEventListener("input", clearBadOptions);
+$("models").addEventListener("click", ({target}) => {
+  const row = target.closest("tbody tr");
+  if (row && !target.closest("a")) location.hash = `model=${row.dataset.key}`;
+});
+addEventListener("beforeunload", event => underway && event.preventDefault());
+
+$("version").textContent = `gligabao ${document.body.dataset.version}`;
+if (document.body.dataset.training === "on") {
+  addEventListener("hashchange", () => {
+    attempt(choose);
+    $("model-name").scrollIntoView({block: "nearest"});
+  });
+  addEventListener("focus", () => $("key-form").hidden && attempt(load));
+  attempt(load).then(tick);
+} else {
+  showPart("off");
+}
 </script>
 </body>
 </html>
