@@ -413,18 +413,18 @@ _LEAVING = getattr(select, "POLLRDHUP", select.POLLIN)
 
 
 class _Refusal(Exception):
-    """A request that is answered with an error: status, text, headers; `close` ends the connection."""
+    """A request that is answered with an error; `close` ends the connection."""
 
     def __init__(
-        self, status: int, text: str, *, close: bool = False, headers: Mapping[str, str] = {}
+        self, status: int, text: str, headers: Mapping[str, str] = {}, *, close: bool = False
     ) -> None:
         super().__init__(text)
-        self.status, self.close, self.headers = status, close, headers
+        self.status, self.headers, self.close = status, headers, close
 
 
 @dataclasses.dataclass(frozen=True)
 class _Answer:
-    """An answer's status, bytes and headers; `part` is (file, offset, count) where the bytes are a file's."""
+    """What is sent; `part` is (file, offset, count) where the bytes are a file's."""
 
     status: int
     body: bytes = b""
@@ -435,13 +435,12 @@ class _Answer:
 def _json_answer(status: int, value: object, headers: Mapping[str, str] = {}) -> _Answer:
     # Rows that others damaged may hold what JSON does not: bytes become text, lone surrogates "?".
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
-    return _Answer(
-        status, text.encode(errors="replace"), {"Content-Type": "application/json", **headers}
-    )
+    headers = {"Content-Type": "application/json", **headers}
+    return _Answer(status, text.encode(errors="replace"), headers)
 
 
 def _error_answer(error: Exception) -> _Answer:
-    """The one mapping of what a handler raises to an answer."""
+    """Map what a handler raises to its answer; the only place that does."""
     match error:
         case _Refusal():
             return _json_answer(error.status, {"error": str(error)}, error.headers)
@@ -452,9 +451,7 @@ def _error_answer(error: Exception) -> _Answer:
             return _json_answer(503, {"error": str(error)})
     log.error("internal error: %r", error)
     log.debug("where it came from", exc_info=error)
-    return _json_answer(
-        500, {"error": f"internal error: {type(error).__name__}; the server's log says more"}
-    )
+    return _json_answer(500, {"error": f"internal error, {type(error).__name__}: see the log"})
 
 
 @functools.lru_cache(64)
@@ -493,9 +490,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     """One connection: reads requests, checks their framing and who asks, and answers each by its route."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = (
-        True  # with Nagle, an answer in two writes waits for the client's acknowledgement
-    )
+    disable_nagle_algorithm = True  # it makes a file behind its header wait for the client's ACK
     server: _HTTPServer
     rfile: io.BufferedReader
 
@@ -542,22 +537,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.server.set_deadline(self.connection, math.inf)
             self._check_caller(path)
             answer = self._route(path)
+        except (ConnectionError, TimeoutError):
+            raise  # the client's, while its body was read
         except Exception as error:  # the border of a request: whatever happened, it is answered
             self.close_connection |= isinstance(error, _Refusal) and error.close
             answer = _error_answer(error)
         unread = bool(self.body_left)
         self.close_connection |= self.server.stopping or (unread and self._expects_100())
         self._send(answer)
-        log.debug(
-            "%s %s %s %d in %d ms",
-            *(
-                self.client_address[0],
-                self.command,
-                path,
-                answer.status,
-                (time.monotonic() - begun) * 1000,
-            ),
-        )
+        took_ms = (time.monotonic() - begun) * 1000
+        log.debug("%s %s %d in %d ms", self.command, path, answer.status, took_ms)
         if self.close_connection:
             self._close_politely()
         elif unread:  # and must not become the next request
@@ -583,18 +572,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         lengths = headers.get_all("Content-Length", [])
         if encoding := headers.get("Transfer-Encoding"):
             if lengths or encoding.lower() != "chunked":
-                raise malformed(
-                    "the request's body has no clear length: send a Content-Length alone"
-                )
+                raise malformed("the body's length is unclear: send one Content-Length")
             raise malformed("a chunked body is not taken: send a Content-Length", 411)
         if not lengths:
             return 0
         if len(lengths) > 1 or not re.fullmatch("[0-9]{1,4000}", lengths[0]):
             raise malformed("Content-Length must be one number in plain digits")
         if (length := int(lengths[0])) > MAX_BODY_BYTES:
-            raise malformed(
-                f"the body has {length} bytes, more than the {MAX_BODY_BYTES} that are taken"
-            )
+            raise malformed(f"the body is longer than the {MAX_BODY_BYTES} bytes that are taken")
         return length
 
     def _check_caller(self, path: str) -> None:
@@ -603,52 +588,35 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             given = self.headers.get("Authorization", "").encode("latin-1", "replace")
             wanted = f"Bearer {self.server.key}".encode()
             if path.startswith(self.server.guarded) and not hmac.compare_digest(given, wanted):
-                raise _Refusal(
-                    401,
-                    "this needs the key, as Authorization: Bearer <key>",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
+                text = "this needs the key, as Authorization: Bearer <key>"
+                raise _Refusal(401, text, {"WWW-Authenticate": "Bearer"})
             return
         host = self.headers.get("Host", "")
-        name = re.fullmatch(r"(?:\[(.+)\]|([^:\[\]]+))(?::[0-9]*)?", host)
-        if not name or not _is_loopback(name[1] or name[2]) or (name[1] and "." in name[1]):
-            raise _Refusal(
-                403,
-                "without a key this server answers to localhost, 127.0.0.0/8 and [::1] only, by those names",
-            )
-        if (
-            path in ("/", "/admin")
-            and self.command == "GET"
-            and self.headers.get("Sec-Fetch-Mode") == "navigate"
-        ):
-            return
-        origins = self.headers.get_all("Origin", [])
-        sites = self.headers.get_all("Sec-Fetch-Site", [])
-        if any(origin != f"http://{host}" for origin in origins) or set(sites) - {
-            "same-origin",
-            "none",
-        }:
+        name = re.fullmatch(r"(\[::1\]|[^:\[\]]+)(:[0-9]*)?", host)
+        if not name or not _is_loopback(name[1].strip("[]")):
+            text = "without a key only requests to localhost, 127.0.0.0/8 or [::1] are answered"
+            raise _Refusal(403, text)
+        if path in ("/", "/admin") and self.command == "GET":
+            if self.headers.get("Sec-Fetch-Mode") == "navigate":
+                return  # a link on another site may lead here
+        origins = {*self.headers.get_all("Origin", [])} - {f"http://{host}"}
+        sites = {*self.headers.get_all("Sec-Fetch-Site", [])} - {"same-origin", "none"}
+        if origins or sites:
             raise _Refusal(403, "a page of another site sent this request")
 
     def _route(self, path: str) -> _Answer:
+        method = "GET" if self.command == "HEAD" else self.command
         for pattern, methods in self.server.routes:
             if found := pattern.fullmatch(path):
-                method = "GET" if self.command == "HEAD" else self.command
-                if method not in methods:
-                    allowed = [*methods, "HEAD"] if "GET" in methods else [*methods]
-                    raise _Refusal(
-                        405,
-                        f"{path[:200]} takes {' and '.join(allowed)}",
-                        headers={"Allow": ", ".join(allowed)},
-                    )
-                return methods[method](self, *found.groups())
+                if method in methods:
+                    return methods[method](self, *found.groups())
+                allowed = ", ".join([*methods, "HEAD"] if "GET" in methods else methods)
+                raise _Refusal(405, f"{path[:200]} takes {allowed}", {"Allow": allowed})
         raise _Refusal(404, f"there is nothing at {path[:200]}")
 
     def _expects_100(self) -> bool:
-        return (
-            self.headers.get("Expect", "").lower() == "100-continue"
-            and self.request_version != "HTTP/1.0"
-        )
+        expected = self.headers.get("Expect", "").lower()
+        return expected == "100-continue" and self.request_version != "HTTP/1.0"
 
     def read_json(self) -> Any:
         """Read the body, once; return the value of its JSON. Raises _Refusal (400) for anything else."""
@@ -666,10 +634,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def parameter(self, name: str) -> str | None:
         """Return the last value of a parameter of the query, None where it is absent."""
-        values = urllib.parse.parse_qs(self.query, keep_blank_values=True, errors="replace").get(
-            name
-        )
-        return values[-1] if values else None
+        pairs = urllib.parse.parse_qsl(self.query, keep_blank_values=True, errors="replace")
+        return dict(pairs).get(name)
 
     def watched(self) -> contextlib.AbstractContextManager[Context]:
         """Return a block whose context is cancelled when this client leaves or the server stops."""
@@ -697,9 +663,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 return
             self.connection.sendall(head + answer.body)
             if count and self.connection.sendfile(file, offset, count) < count:
-                self.close_connection = (
-                    True  # the file shrank: the client must not wait for the rest
-                )
+                self.close_connection = True  # the file shrank: nobody waits for the rest
 
     def _close_politely(self) -> None:
         """Close so that the client reads the answer before it notices: unread bytes would reset the connection."""
@@ -728,25 +692,19 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
         self.stopping = False
         self._deadlines: dict[socket.socket, float] = {}
         self._watched: dict[socket.socket, Context] = {}
-        self._guard = (
-            threading.Condition()
-        )  # guards the two dicts and stopping; held for a few instructions
+        # Guards the two dicts and stopping; held for a few instructions.
+        self._guard = threading.Condition()
         self._looked = 0.0
         family, *_, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         if not key and not _is_loopback(str(address[0])):
-            raise ValueError(
-                f"{host or 'every address'} is not a loopback address: serving it needs a key"
-            )
+            raise ValueError(f"{host!r} is no loopback address: to serve others needs a key")
         self.address_family = family
         super().__init__(address[:2], _Handler)  # type: ignore[arg-type]
         shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(address[0]), host)
         self.url = f"http://{f'[{shown}]' if ':' in shown else shown}:{self.server_port}"
-        self._thread = threading.Thread(
-            target=self.serve_forever, args=(LOOK_INTERVAL_S,), daemon=True
-        )
-        self._thread.start()
+        threading.Thread(target=self.serve_forever, args=(LOOK_INTERVAL_S,), daemon=True).start()
 
     def server_bind(self) -> None:
         """Bind without the reverse look-up of the base class, which may take seconds."""
@@ -878,7 +836,8 @@ def resolve_deployers(registry: Registry | None) -> list[TrainedModelDeployer]:
             "[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", deployer.name
         ):
             raise invalid(
-                f"the name {deployer.name!r:.80} is not 1 to 64 letters, digits, '_', '-' and '.' that start with a letter or digit"
+                f"the name {deployer.name!r:.80} is not 1 to 64 letters, digits, '_', '-' and '.',"
+                " starting with a letter or digit"
             )
         if deployer.name in names:
             raise invalid(f"two have the name {deployer.name}")

@@ -18,6 +18,7 @@ import inspect
 import json
 import logging
 import os
+import random
 import re
 import shutil
 import signal
@@ -2615,7 +2616,7 @@ def test_client_that_leaves_cancels_its_deployment(
         ended = until(lambda: (row := app.newest(model))["status"] == "failed" and row)
         assert ended["error"] == "the client disconnected"
         assert time.monotonic() - begun < 5
-    until(lambda: app.events[0].fields["error"] == ended["error"])
+    until(lambda: [event.fields["error"] for event in app.events] == [ended["error"]])
     assert not list(app.root.rglob(".fetch-*"))
     assert app.deploy(model).status == 200
 
@@ -3043,60 +3044,287 @@ def test_main_takes_deployers_and_a_flag_wins(tmp_path: Path) -> None:
         process.wait()
 
 
-def test_killed_server_leaves_real_names_perfect_and_the_next_deployment_completes(
+# ---- several servers, and faults at random moments -----------------------------------------------
+
+ROUNDS = int(os.environ.get("GLIGABAO_TEST_ROUNDS", "15"))  # 100 once in a while
+OWN = (
+    "import sys, os; sys.path.insert(0, {!r}); import gligabao\n"
+    "def mine(ctx, req): return gligabao.DeployTrainedModelResult(str(req.deploy_id))\n"
+    "def slow(ctx, req): ctx.wait(1); ctx.raise_if_cancelled()\n"
+    "sys.exit(gligabao.main(trained_model_deployers={{'mine': mine, 'slow': slow}}))\n"
+)
+
+
+@contextlib.contextmanager
+def process(home: Path, database: str, sidecar: Sidecar, root: Path) -> Iterator[tuple[Any, str]]:
+    """Run a server of its own process; yield it and its address."""
+    home.mkdir(exist_ok=True)
+    (home / "own.py").write_text(OWN.format(str(HERE)))
+    words = ["serve", "--training", "--port", "0", "--database", database, "--sidecar", sidecar.url]
+    with open(home / "log.txt", "w") as out:
+        words = [sys.executable, "own.py", *words, "--trained-model-deploy-dir", str(root)]
+        server = subprocess.Popen(words, cwd=home, stdout=out, stderr=out)
+    try:
+        yield (
+            server,
+            until(lambda: re.search(r"http://[\d.]+:\d+", (home / "log.txt").read_text()), 20)[0],
+        )
+    finally:
+        server.kill()
+        server.wait(10)
+
+
+def test_two_processes_on_one_database_and_one_directory_fetch_each_file_once(
+    database: str, sidecar: Sidecar, tmp_path: Path
+) -> None:
+    root = tmp_path / "shared"
+    with (
+        process(tmp_path / "one", database, sidecar, root) as (_, one),
+        process(tmp_path / "two", database, sidecar, root) as (_, two),
+        ThreadPoolExecutor(6) as pool,
+    ):
+        for number in range(ROUNDS):
+            job = f"job-{number}"
+            files = {f"f{n}.bin": payload(30_000, (number, n)) for n in range(3)}
+            sidecar.add(files, job)
+            sidecar.asked.clear()
+            model = request(
+                one, "POST", f"{API}/models", {"job_id": job, "files": listed(files)}
+            ).json["id"]
+            path = f"{API}/models/{model}/deployments"
+            asked = [
+                pool.submit(request, url, "POST", path, {"deployer": "mine"})
+                for url in (one, two) * 3
+            ]
+            assert [answer.result(30).status for answer in asked] == [200] * 6
+            assert sorted(sidecar.asked) == sorted(files)
+            rows = request(one, "GET", path).json["deployments"]
+            assert rows == request(two, "GET", path).json["deployments"]
+            assert len({row["id"] for row in rows}) == 6
+
+
+def test_stopped_server_touches_only_its_own_rows(
+    database: str, sidecar: Sidecar, tmp_path: Path
+) -> None:
+    sidecar.add({"a": b"1"})
+    with (
+        process(tmp_path / "one", database, sidecar, tmp_path / "r") as (first, one),
+        process(tmp_path / "two", database, sidecar, tmp_path / "r") as (_, two),
+        ThreadPoolExecutor(2) as pool,
+    ):
+        request(one, "POST", f"{API}/models", {"job_id": "job-1", "files": listed({"a": b"1"})})
+        path = f"{API}/models/1/deployments"
+        stopped, other = (
+            pool.submit(request, url, "POST", path, {"deployer": "slow"}) for url in (one, two)
+        )
+        until(lambda: len(request(two, "GET", path).json["deployments"]) == 2)
+        first.terminate()
+        assert stopped.result(20).error == "the server is stopping"
+        assert other.result(20).status == 200
+        assert first.wait(12) == 0
+
+
+def test_server_stopped_at_a_random_moment_leaves_no_row_running(
     sidecar: Sidecar, tmp_path: Path
 ) -> None:
     files = {"a.bin": payload(1000), "b.bin": payload(3_000_000)}
     sidecar.add(files)
+    database = str(tmp_path / "x.db")
+    chance = random.Random(3)
+    for number in range(max(5, ROUNDS // 5)):
+        shutil.rmtree(tmp_path / "r", ignore_errors=True)
+        with (
+            process(tmp_path / "one", database, sidecar, tmp_path / "r") as (server, url),
+            ThreadPoolExecutor(3) as pool,
+        ):
+            if number == 0:
+                request(url, "POST", f"{API}/models", {"job_id": "job-1", "files": listed(files)})
+            for _ in range(3):
+                pool.submit(
+                    request, url, "POST", f"{API}/models/1/deployments", {"deployer": "slow"}
+                )
+            time.sleep(chance.random() * 0.4)  # the random moment itself
+            server.terminate()
+            assert server.wait(12) == 0
+    with contextlib.closing(gligabao.open_store(database)) as store:
+        rows = store.list_trained_model_deployments(1, 500)
+    assert {row["status"] for row in rows} <= {"failed", "completed"}
+    assert {row["error"] for row in rows} <= {"", "the server is stopping"}
 
-    def stall(connection: socket.socket, data: bytes, start: int) -> None:
-        cut(2_000_000)(connection, data, start)
-        sidecar.release.wait(20)
 
-    sidecar.script["b.bin"] = [stall]
-    (tmp_path / "mine.py").write_text(
-        f"import sys; sys.path.insert(0, {str(HERE)!r}); import gligabao\n"
-        "sys.exit(gligabao.main(trained_model_deployers={'mine': lambda ctx, req: None}))\n"
+def test_killed_at_a_random_moment_nothing_is_half_done(sidecar: Sidecar, tmp_path: Path) -> None:
+    files = {"a.bin": payload(1000), "b.bin": payload(2_000_000), "sub/c.bin": payload(1_000_000)}
+    sidecar.add(files)
+    database, root = str(tmp_path / "x.db"), tmp_path / "r"
+    chance = random.Random(4)
+
+    def slow(connection: socket.socket, data: bytes, start: int) -> None:
+        connection.sendall(head(200, f"Content-Length: {len(data)}"))
+        for at in range(0, len(data), len(data) // 20):
+            connection.sendall(data[at : at + len(data) // 20])
+            sidecar.release.wait(0.003)
+
+    path = f"{API}/models/1/deployments"
+    for number in range(ROUNDS):
+        shutil.rmtree(root, ignore_errors=True)
+        with (
+            process(tmp_path / "one", database, sidecar, root) as (server, url),
+            ThreadPoolExecutor(1) as pool,
+        ):
+            if number == 0:
+                request(url, "POST", f"{API}/models", {"job_id": "job-1", "files": listed(files)})
+            sidecar.script = {"b.bin": [slow], "sub/c.bin": [slow]}
+            pool.submit(request, url, "POST", path, {"deployer": "mine"})
+            time.sleep(chance.random() * 0.12)  # the random moment itself
+            server.kill()
+        sidecar.script.clear()
+        real = {
+            name: data for name, data in on_disk(root / "job-1").items() if ".fetch-" not in name
+        }
+        assert real.items() <= files.items()
+        with process(tmp_path / "two", database, sidecar, root) as (_, url):
+            assert request(url, "POST", path, {"deployer": "mine"}).status == 200
+            assert on_disk(root / "job-1") == files
+            statuses = [row["status"] for row in request(url, "GET", path).json["deployments"]]
+            assert {*statuses} <= {"completed", "running"}
+
+
+# ---- PostgreSQL alone ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shaky(
+    postgres: Cluster, serve: Callable[..., App]
+) -> Iterator[tuple[Cluster, Callable[..., App]]]:
+    """A cluster that the test may stop, and servers on it; it runs again afterwards."""
+    yield postgres, lambda **options: serve(database=postgres.url(), **options)
+    with contextlib.suppress(AssertionError):
+        postgres.control("start")
+    with direct(postgres.url()) as sql:
+        sql("DROP TABLE IF EXISTS gb_trained_model_deployments, gb_trained_models")
+
+
+@pytest.mark.parametrize("moment", ["before", "recording", "fetching", "deploying", "finishing"])
+def test_postgres_restarted_in_the_middle_neither_loses_nor_doubles_a_record(
+    shaky: Any, sidecar: Sidecar, moment: str
+) -> None:
+    cluster, start = shaky
+    gate = threading.Event()
+
+    def deploy(ctx: Context, req: Any) -> DeployTrainedModelResult:
+        if moment == "deploying":
+            gate.wait(20)
+        elif moment == "finishing":
+            cluster.control("stop", "-m", "fast")
+            timer = threading.Timer(1, cluster.control, ["start"])
+            timer.start()
+        return DeployTrainedModelResult("made")
+
+    app = start(trained_model_deployers={"it": deploy})
+    if moment == "fetching":
+
+        def wait(connection: socket.socket, data: bytes, start: int) -> None:
+            gate.wait(20)
+            good(connection, data, start)
+
+        sidecar.script["a"] = [wait]
+    sidecar.add({"a": b"1"})
+    model = app.record({"a": b"1"})
+    if moment == "before":
+        cluster.control("restart", "-m", "fast")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(app.deploy, model, "it")
+        if moment in ("fetching", "deploying"):
+            until(lambda: app.history(model))
+        if moment in ("recording", "fetching", "deploying"):
+            cluster.control("restart", "-m", "fast")
+        gate.set()
+        status = answer.result(30).status
+    rows = until(
+        lambda: (answer := app("GET", f"/models/{model}/deployments")).status == 200 and answer
     )
+    ends = [(row["status"], row["ref"]) for row in rows.json["deployments"]]
+    assert (status, ends) in [(200, [("completed", "made")])] + [(500, [])] * (
+        moment == "recording"
+    )
+
+
+def test_postgres_outage_is_a_prompt_500_and_then_it_works(shaky: Any, sidecar: Sidecar) -> None:
+    cluster, start = shaky
+    app = start()
+    sidecar.add({"a": b"1"})
+    model = app.record({"a": b"1"})
+    cluster.control("stop", "-m", "fast")
+    for method, path in (("GET", "/models"), ("POST", f"/models/{model}/deployments")):
+        begun = time.monotonic()
+        answer = app(method, path, {"deployer": "ok"} if method == "POST" else None)
+        assert (answer.status, bool(answer.error)) == (500, True)
+        assert time.monotonic() - begun < 5
+    assert request(app.url, "GET", "/health").status == 200
+    cluster.control("start")
+    assert app.deploy(model).status == 200
+
+
+def test_postgres_sees_no_transaction_and_few_sessions_while_a_deployer_works(
+    shaky: Any, sidecar: Sidecar
+) -> None:
+    cluster, start = shaky
+    app = start()
+    sidecar.add({"a": b"1"})
+    model = app.record({"a": b"1"})
+    with contextlib.ExitStack() as held, direct(cluster.url()) as sql:
+        for _ in range(12):
+            held.enter_context(app.start_deploy(model, "patient"))
+        until(lambda: sum("progress" in row for row in app.history(model)) == 12)
+        with ThreadPoolExecutor(20) as pool:
+            assert all(len(rows) == 12 for rows in pool.map(app.history, [model] * 60))
+        states = sql(
+            "SELECT state FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
+        )
+        assert {state for (state,) in states} == {"idle"}
+        assert len(states) <= 8
+    until(lambda: all(row["status"] == "failed" for row in app.history(model)))
+
+
+def test_postgres_columns_have_the_types_of_the_contract(shaky: Any) -> None:
+    cluster, start = shaky
+    start()
+    with direct(cluster.url()) as sql:
+        kinds = {
+            (table, name): kind
+            for table, name, kind in sql(
+                "SELECT table_name, column_name, data_type FROM information_schema.columns WHERE table_name LIKE ?",
+                "gb_%",
+            )
+        }
+    times = {key for key in kinds if key[1].endswith("_at")}
+    whole = {
+        key
+        for key in kinds
+        if key[1] in ("id", "trained_model_id", "duration_ms", "num_examples", "num_train_steps")
+    }
+    assert {kinds.pop(key) for key in times} == {"timestamp with time zone"}
+    assert {kinds.pop(key) for key in whole} == {"bigint"}
+    assert kinds.pop(("gb_trained_models", "final_loss")) == "double precision"
+    assert {*kinds.values()} == {"text"}
+
+
+def test_postgres_without_psycopg_says_what_to_install(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['psycopg'] = None; sys.argv[0] = 'gligabao'; import gligabao; sys.exit(gligabao.main())"
     words = [
         sys.executable,
-        "mine.py",
+        "-Bc",
+        code,
         "serve",
-        "--training",
         "--port",
         "0",
         "--database",
-        "x.db",
-        "--sidecar",
-        sidecar.url,
+        "postgresql://u:s3cret@h/x",
     ]
-    root = tmp_path / "trained_models" / "job-1"
-    for round_ in range(2):
-        with open(tmp_path / "log.txt", "w") as out:
-            process = subprocess.Popen(words, cwd=tmp_path, stdout=out, stderr=out)
-        url = until(lambda: re.search(r"http://[\d.]+:\d+", (tmp_path / "log.txt").read_text()))[0]
-        path = f"{API}/models/1/deployments"
-        if round_ == 0:
-            assert (
-                request(
-                    url, "POST", f"{API}/models", {"job_id": "job-1", "files": listed(files)}
-                ).status
-                == 201
-            )
-            with ThreadPoolExecutor(1) as pool:
-                answer = pool.submit(request, url, "POST", path, {"deployer": "mine"})
-                until(lambda: (root / "a.bin").exists() and [*root.glob(".fetch-*")])
-                process.kill()
-                assert isinstance(answer.exception(10), (OSError, http.client.HTTPException))
-            assert on_disk(root) | dict.fromkeys(("a.bin",), b"") == on_disk(root) | {"a.bin": b""}
-            assert "b.bin" not in on_disk(root)
-        else:
-            assert request(url, "POST", path, {"deployer": "mine"}).status == 200
-            rows = request(url, "GET", path).json["deployments"]
-            assert [row["status"] for row in rows] == ["completed", "running"]
-            process.terminate()
-        process.wait(12)
-    assert on_disk(root) == files
+    done = subprocess.run(words, cwd=HERE, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "pip install 'psycopg[binary]'" in done.stderr
+    assert "s3cret" not in done.stderr
 
 
 # ---- README --------------------------------------------------------------------------------------
