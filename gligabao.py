@@ -75,7 +75,6 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, ClassVar, NoReturn, Protocol, Self, TypeVar
 
 __version__ = "0.1.0"
@@ -1596,10 +1595,10 @@ class SidecarClient:
 class _SidecarDirectory:
     """The other side: serves the models in `root`, each the directory `trained/<job id>/`, and nothing else."""
 
-    def __init__(self, root: Path) -> None:
-        if not root.is_dir():
+    def __init__(self, root: str) -> None:
+        if not os.path.isdir(root):
             raise ValueError(f"the sidecar's directory {root} does not exist")
-        self._root = root
+        self._root = Path(os.path.abspath(root))
 
     def routes(self) -> Routes:
         """Return what it answers to."""
@@ -2990,7 +2989,6 @@ class _API:
 
     def __init__(
         self,
-        *,
         store: _Store,
         sidecar: SidecarClient | None,
         deployers: Sequence[TrainedModelDeployer],
@@ -3160,60 +3158,37 @@ class Server:
         system_event: SystemEventHook | None = None,
     ) -> None:
         self._deployers = resolve_deployers(trained_model_deployers)
-        self._address = host, port
-        self._database, self._training = os.fspath(database), training
-        self._sidecar, self._sidecar_token = sidecar, _secret(sidecar_token, "the sidecar's token")
-        self._api_key, self._system_event = _secret(api_key, "the API key"), system_event
-        beside = "build/gligabao.db" if "://" in self._database else self._database
-        self._root = Path(
-            os.path.abspath(trained_model_deploy_dir or Path(beside).with_name("trained_models"))
-        )
-        if sidecar is not None and "://" in sidecar:
+        self._host, self._port, self._database, self._training = host, port, database, training
+        self._sidecar, self._token = sidecar, _secret(sidecar_token, "the sidecar's token")
+        self._key, self._system_event = _secret(api_key, "the API key"), system_event
+        self._is_url = "://" in database
+        beside = Path("build" if self._is_url else Path(database).parent, "trained_models")
+        self._root = Path(os.path.abspath(trained_model_deploy_dir or beside))
+        if sidecar and "://" in sidecar:
             _check_url(sidecar, "the sidecar's URL")
         self._held = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as held:
-            client = self._open_sidecar(held)
-            store = open_store(self._database)
-            held.callback(store.close)
-            api = _API(
-                store=store,
-                sidecar=client,
-                deployers=self._deployers,
-                root=self._root,
-                system_event=self._system_event,
-            )
-            http_server = _HTTPServer(
-                *self._address, api.routes(training=self._training), self._api_key, "/v1/"
-            )
+            sidecar = self._open_sidecar(held)
+            store = held.enter_context(contextlib.closing(open_store(self._database)))
+            api = _API(store, sidecar, self._deployers, self._root, self._system_event)
+            routes = api.routes(training=self._training)
+            http_server = _HTTPServer(self._host, self._port, routes, self._key, "/v1/")
             held.callback(http_server.stop)
             self.url = http_server.url
             self._held = held.pop_all()
-        log.info(
-            "the page is %s/admin, training is %s",
-            self.url,
-            "on" if self._training else "off: see --training",
-        )
-        log.info(
-            "records go to %s, files to %s",
-            self._database.partition("://")[0]
-            if "://" in self._database
-            else os.path.abspath(self._database),
-            self._root,
-        )
+        training = "on" if self._training else "off, see --training"
+        log.info("the page is %s/admin, training is %s", self.url, training)
+        records = "PostgreSQL" if self._is_url else os.path.abspath(self._database)
+        log.info("records go to %s, files to %s", records, self._root)
         for deployer in self._deployers:
             log.info("deployer %s: %s", deployer.name, deployer.description or "no description")
         if not self._deployers:
             log.info("no deployer is registered: deployments are refused")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._held.close()
 
     def _open_sidecar(self, held: contextlib.ExitStack) -> SidecarClient | None:
@@ -3221,33 +3196,33 @@ class Server:
         if not self._sidecar:
             return None
         if "://" in self._sidecar:
-            return SidecarClient(self._sidecar, self._sidecar_token)
-        token = os.urandom(16).hex()
-        own = _HTTPServer(
-            "127.0.0.1",
-            0,
-            _SidecarDirectory(Path(os.path.abspath(self._sidecar))).routes(),
-            token,
-            "/",
-        )
+            return SidecarClient(self._sidecar, self._token)
+        routes, token = _SidecarDirectory(self._sidecar).routes(), os.urandom(16).hex()
+        own = _HTTPServer("127.0.0.1", 0, routes, token, "/")
         held.callback(own.stop)
         return SidecarClient(own.url, token)
 
 
-def _wait_for_the_end(stop: threading.Event) -> None:
-    caught: list[
-        int
-    ] = []  # a handler that set the event could meet the lock that this thread holds
-    handlers = {}
+@contextlib.contextmanager
+def _until_stopped(stop: threading.Event | None = None) -> Iterator[Callable[[], None]]:
+    """Yield a function that waits for SIGINT, SIGTERM or `stop`, which may come before or after it is called.
+
+    A signal during the stop that follows is not obeyed twice.
+    """
+    stop = stop or threading.Event()
+    caught: list[int] = []  # a handler that set the event could meet the lock its waiter holds
+    handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        handlers = {
-            number: signal.signal(number, lambda number, _: caught.append(number))
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
-    try:
+        for which in (signal.SIGINT, signal.SIGTERM):
+            handlers[which] = signal.signal(which, lambda number, _: caught.append(number))
+
+    def wait() -> None:
         while not caught and not stop.wait(LOOK_INTERVAL_S):
             pass
         log.info(SERVER_STOPPING)
+
+    try:
+        yield wait
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -3262,9 +3237,8 @@ def serve(*, stop: threading.Event | None = None, **options: Any) -> None:
     `system_event` (called with each SystemEvent). Outside the main thread no signal handler is
     installed. Raises what `Server` raises.
     """
-    stop = stop or threading.Event()
-    with Server(**options):
-        _wait_for_the_end(stop)
+    with _until_stopped(stop) as wait, Server(**options):
+        wait()
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -3273,27 +3247,80 @@ def serve(*, stop: threading.Event | None = None, **options: Any) -> None:
 
 def _port(text: str) -> int:
     if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65535:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no port: a number from 0 (any free one) to 65535"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 (any free port) to 65535")
     return int(text)
 
 
 def _server_url(text: str) -> str:
     try:
-        return _check_url(text, repr(text) if "@" not in text else "the URL")
+        return _check_url(text, "the server's URL")
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _object(text: str) -> str:
     try:
-        if isinstance(_decode_json(text.encode(errors="surrogateescape")), dict):
+        if isinstance(_decode_json(os.fsencode(text)), dict):
             return text
-        error: object = "it is another value"
-    except ValueError as failure:
-        error = failure
-    raise argparse.ArgumentTypeError(f"{text!r:.80} is no JSON object: {error}")
+        raise ValueError("it is another value")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no JSON object: {error}") from None
+
+
+_COMMANDS: Sequence[tuple[str, str, str, Mapping[str, Mapping[str, Any]]]] = (
+    (
+        "serve",
+        "Serve the API and the page.",
+        "Keys are read from the environment: GLIGABAO_API_KEY, GLIGABAO_SIDECAR_TOKEN.",
+        {
+            "--host": {"help": "address to serve on; others than loopback need a key (127.0.0.1)"},
+            "--port": {"help": "port to serve on, 0 for any free one (7878)", "type": _port},
+            "--database": {"help": "SQLite file or postgresql:// URL (build/gligabao.db)"},
+            "--training": {"help": "switch the training API on", "action": "store_true"},
+            "--sidecar": {"help": "URL of a sidecar, or a directory with trained/<job id>/ in it"},
+            "--trained-model-deploy-dir": {
+                "help": "directory for fetched files (trained_models beside the database)",
+                "metavar": "DIR",
+            },
+        },
+    ),
+    (
+        "sidecar",
+        "Serve a directory of models as a sidecar.",
+        "The token that requests need is read from the environment: GLIGABAO_SIDECAR_TOKEN.",
+        {
+            "DIR": {"help": "directory with trained/<job id>/ in it"},
+            "--host": {
+                "help": "address to serve on; others than loopback need a token (127.0.0.1)"
+            },
+            "--port": {"help": "port to serve on, 0 for any free one (7879)", "type": _port},
+        },
+    ),
+    (
+        "deploy",
+        "Ask a server for a deployment, wait for it, print it as JSON.",
+        "Exits 0 when it completed, 1 when it failed. The key is read from GLIGABAO_API_KEY.",
+        {
+            "MODEL_ID": {"help": "id of the trained model", "type": int},
+            "DEPLOYER": {"help": "name of a registered deployer"},
+            "--options": {
+                "help": "JSON object for the deployer",
+                "type": _object,
+                "metavar": "JSON",
+            },
+            "--url": {"help": "where the server is (http://127.0.0.1:7878)", "type": _server_url},
+        },
+    ),
+    (
+        "demo",
+        "Deploy a small model on this machine, in a temporary directory that is removed at the end.",
+        "",
+        {
+            "--once": {"help": "deploy once, print the record, and end", "action": "store_true"},
+            "--port": {"help": "port to serve on (7878, or any free one)", "type": _port},
+        },
+    ),
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -3302,89 +3329,21 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gligabao",
         parents=[common],
-        description="Hands trained models to your own code: fetches the weights, verifies every byte, calls your deployer, keeps a record.",
-        epilog="Deployers are code: register them with gligabao.main(trained_model_deployers=…) or gligabao.serve(…).",
+        description="Hand trained models to your own code: fetch, verify, deploy, record.",
+        epilog="Deployers are code: register them with gligabao.main(trained_model_deployers=…).",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def command(name: str, help: str, epilog: str = "") -> argparse.ArgumentParser:
-        # A flag that is absent leaves no value, so that an option given in code holds.
-        return commands.add_parser(
+    for name, help, epilog, arguments in _COMMANDS:
+        command = commands.add_parser(
             name,
             parents=[common],
             help=help,
             description=help,
             epilog=epilog,
-            argument_default=argparse.SUPPRESS,
+            argument_default=argparse.SUPPRESS,  # so that an option given in code holds
         )
-
-    serve = command(
-        "serve",
-        "Serve the API and the page.",
-        "The environment's GLIGABAO_API_KEY and GLIGABAO_SIDECAR_TOKEN are the keys.",
-    )
-    serve.add_argument(
-        "--host", help="the address to serve on; one that others can reach needs a key (127.0.0.1)"
-    )
-    serve.add_argument("--port", type=_port, help="the port to serve on, 0 for any free one (7878)")
-    serve.add_argument(
-        "--database", help="the file of the records, or a postgresql:// URL (build/gligabao.db)"
-    )
-    serve.add_argument("--training", action="store_true", help="switch the training API on")
-    serve.add_argument(
-        "--sidecar",
-        help="where the models' files come from: a URL, or a directory that holds trained/<job id>/",
-    )
-    serve.add_argument(
-        "--trained-model-deploy-dir",
-        help="where fetched files go (trained_models beside the database)",
-    )
-    sidecar = command(
-        "sidecar",
-        "Serve a directory of models as a sidecar.",
-        "The environment's GLIGABAO_SIDECAR_TOKEN is the token that requests need.",
-    )
-    sidecar.add_argument(
-        "directory", metavar="DIR", help="the directory that holds trained/<job id>/"
-    )
-    sidecar.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="the address to serve on; one that others can reach needs a token (127.0.0.1)",
-    )
-    sidecar.add_argument(
-        "--port", default=7879, type=_port, help="the port to serve on, 0 for any free one (7879)"
-    )
-    deploy = command(
-        "deploy",
-        "Ask a server for a deployment, wait for it, and print it as JSON.",
-        "The environment's GLIGABAO_API_KEY is the key. Exits 0 when the deployment completed, 1 when it failed.",
-    )
-    deploy.add_argument(
-        "model_id", metavar="MODEL_ID", type=int, help="the id of the trained model"
-    )
-    deploy.add_argument("deployer", metavar="DEPLOYER", help="the name of a registered deployer")
-    deploy.add_argument(
-        "--options", metavar="JSON", type=_object, help="a JSON object for the deployer"
-    )
-    deploy.add_argument(
-        "--url",
-        type=_server_url,
-        default="http://127.0.0.1:7878",
-        help="where the server is (%(default)s)",
-    )
-    demo = command(
-        "demo",
-        "Deploy a small model on this machine, in a temporary directory that is removed at the end.",
-    )
-    demo.add_argument(
-        "--once",
-        action="store_true",
-        help="deploy once, print the stored deployment as JSON, and end",
-    )
-    demo.add_argument(
-        "--port", type=_port, help="the port to serve on (7878, any free one when that is taken)"
-    )
+        for argument, settings in arguments.items():
+            command.add_argument(argument, **settings)
     return parser
 
 
@@ -3393,25 +3352,16 @@ def _is_taken(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _run_serve(options: Json) -> int:
-    serve(**options)
-    return 0
-
-
 def _run_sidecar(options: Json) -> int:
     token = _secret(os.environ.get("GLIGABAO_SIDECAR_TOKEN"), "GLIGABAO_SIDECAR_TOKEN")
-    routes = _SidecarDirectory(Path(os.path.abspath(options["directory"]))).routes()
-    server = _HTTPServer(options["host"], options["port"], routes, token, "/")
-    try:
-        log.info(
-            "the sidecar serves %s on %s, %s",
-            options["directory"],
-            server.url,
-            "with a token" if token else "to this machine only",
-        )
-        _wait_for_the_end(threading.Event())
-    finally:
-        server.stop()
+    routes = _SidecarDirectory(options["DIR"]).routes()
+    host, port = options.get("host", "127.0.0.1"), options.get("port", 7879)
+    with _until_stopped() as wait, contextlib.ExitStack() as held:
+        server = _HTTPServer(host, port, routes, token, "/")
+        held.callback(server.stop)
+        who = "who has the token" if token else "this machine"
+        log.info("the sidecar serves %s at %s to %s", options["DIR"], server.url, who)
+        wait()
     return 0
 
 
@@ -3498,32 +3448,28 @@ def _follow(url: str, headers: Mapping[str, str], deployer: str, done: threading
 
 
 def _run_deploy(options: Json) -> int:
-    url = f"{options['url']}/v1/gb/training/models/{options['model_id']}/deployments"
+    server, deployer = options.get("url", "http://127.0.0.1:7878"), options["DEPLOYER"]
+    url = f"{server}/v1/gb/training/models/{options['MODEL_ID']}/deployments"
     key = _secret(os.environ.get("GLIGABAO_API_KEY"), "GLIGABAO_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     # The options go as they were typed, so that every number arrives as it was written.
-    body = f'{{"deployer": {_encode_json(options["deployer"])}, "options": {options.get("options", "null")}}}'
+    body = f'{{"deployer": {_encode_json(deployer)}, "options": {options.get("options", "null")}}}'
+    request = urllib.request.Request(url, body.encode(errors="surrogateescape"), headers)
     done = threading.Event()
     if sys.stderr.isatty():
-        threading.Thread(
-            target=_follow, args=(url, headers, options["deployer"], done), daemon=True
-        ).start()
+        follow = (url, headers, deployer, done)
+        threading.Thread(target=_follow, args=follow, daemon=True).start()
     try:
-        with _open_url(
-            Context(), urllib.request.Request(url, body.encode(), headers), None
-        ) as response:
+        with _open_url(Context(), request, None) as response:
             answer = json.loads(response.read())
             deployment = answer.get("deployment", answer)
             if "id" not in deployment:
                 raise ValueError(answer["error"])
     except (_Dropped, OSError, http.client.HTTPException) as error:
-        raise ValueError(
-            f"{options['url']}: {_text_of(error)}; the deployments of the model say what became of it"
-        ) from error
+        text = f"{server}: {_text_of(error)}; the history of the model says what became of it"
+        raise ValueError(text) from error
     except (json.JSONDecodeError, AttributeError, KeyError):
-        raise ValueError(
-            f"{options['url']} answered status {response.status} and no JSON of this API"
-        ) from None
+        raise ValueError(f"{server} answered status {response.status} and no such JSON") from None
     finally:
         done.set()
     print(json.dumps(deployment, indent=2, ensure_ascii=False))
@@ -3531,9 +3477,8 @@ def _run_deploy(options: Json) -> int:
 
 
 def _run_demo(options: Json) -> int:
-    once = options.pop("once", False)
-    with tempfile.TemporaryDirectory(prefix="gligabao-demo-") as made:
-        home = Path(made)
+    with _until_stopped() as wait, tempfile.TemporaryDirectory(prefix="gligabao-demo-") as made:
+        home, once = Path(made), options.pop("once", False)
         home.joinpath("releases").mkdir()
         options |= {
             "training": True,
@@ -3543,26 +3488,20 @@ def _run_demo(options: Json) -> int:
         }
         files = _make_adapter(home / "models" / "trained" / "demo-lora")
         with contextlib.closing(open_store(options["database"])) as store:
-            record_model(
-                Context(),
-                store,
-                None,
-                {"job_id": "demo-lora", "name": "demo adapter", "files": files},
-            )
+            body = {"job_id": "demo-lora", "name": "demo adapter", "files": files}
+            record_model(Context(), store, None, body)
         port = options.setdefault("port", 7878)
         if once or (port == 7878 and _is_taken(port)):
             options["port"] = 0
         with Server(**options) as server:
             if once:
-                return _run_deploy({"url": server.url, "model_id": 1, "deployer": "release"})
+                return _run_deploy({"url": server.url, "MODEL_ID": 1, "DEPLOYER": "release"})
             url = f"{server.url}/v1/gb/training/models/1/deployments"
             print(f"Open {server.url}/admin and deploy the model there, or run")
             print(f'\n    curl {url} -d \'{{"deployer": "release"}}\'\n')
-            print(
-                f"Releases go to {home / 'releases'}. Ctrl-C stops, and removes all of it.",
-                flush=True,
-            )
-            _wait_for_the_end(threading.Event())
+            print(f"Releases go to {home / 'releases'}. Ctrl-C stops, and removes all of it.")
+            sys.stdout.flush()
+            wait()
     return 0
 
 
@@ -3585,7 +3524,8 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> int:
     try:
         match command:
             case "serve":
-                return _run_serve(keys | options | given)
+                serve(**keys | options | given)
+                return 0
             case "sidecar":
                 return _run_sidecar(given)
             case "deploy":

@@ -1427,7 +1427,7 @@ def models(tmp_path: Path) -> Path:
 @pytest.fixture
 def directory(models: Path) -> Iterator[str]:
     server = gligabao._HTTPServer(
-        "127.0.0.1", 0, gligabao._SidecarDirectory(models).routes(), None, "/"
+        "127.0.0.1", 0, gligabao._SidecarDirectory(str(models)).routes(), None, "/"
     )
     yield server.url
     server.stop()
@@ -1507,7 +1507,7 @@ def test_embedded_sidecar_serves_ranges(directory: str) -> None:
 
 def test_embedded_sidecar_wants_its_token_everywhere(models: Path) -> None:
     server = gligabao._HTTPServer(
-        "127.0.0.1", 0, gligabao._SidecarDirectory(models).routes(), "tok", "/"
+        "127.0.0.1", 0, gligabao._SidecarDirectory(str(models)).routes(), "tok", "/"
     )
     with contextlib.closing(contextlib.ExitStack()) as held:
         held.callback(server.stop)
@@ -1776,6 +1776,18 @@ def test_model_larger_than_the_disk_fails_before_the_first_byte(
     assert sidecar.asked == []
     audit = lite("GET", f"/models/{model}/audit").json
     assert (audit["bytes_to_fetch"], audit["fits"]) == (1 << 60, False)
+
+
+def test_disk_that_takes_no_more_fails_by_name_and_keeps_what_was_fetched(tmp_path: Path) -> None:
+    code = (
+        f"import sys, resource; sys.path.insert(0, {str(HERE)!r}); import gligabao, test_gligabao as t\n"
+        f"files = {{'a': b'1' * 1000, 'b': t.payload(3_000_000)}}; model = t.model_of(files)\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))\n"
+        f"gligabao.fetch_model_files(gligabao.Context(), t.Shelf(files), model, {str(tmp_path / 'r' / 'job-1')!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-Bc", code], capture_output=True, text=True, timeout=30)
+    assert "TrainingError: b: File too large" in done.stderr
+    assert on_disk(tmp_path / "r" / "job-1").keys() <= {"a"}
 
 
 def test_fetch_has_a_limit_that_begins_with_the_lock(
@@ -3187,6 +3199,189 @@ def test_killed_at_a_random_moment_nothing_is_half_done(sidecar: Sidecar, tmp_pa
             assert on_disk(root / "job-1") == files
             statuses = [row["status"] for row in request(url, "GET", path).json["deployments"]]
             assert {*statuses} <= {"completed", "running"}
+
+
+# ---- hostile requests ----------------------------------------------------------------------------
+
+HOSTILE = int(os.environ.get("GLIGABAO_TEST_HOSTILE", "2000"))  # 100000 once in a while
+PIECES: dict[str, list[bytes]] = {
+    "method": [
+        b"GET",
+        b"POST",
+        b"DELETE",
+        b"HEAD",
+        b"PUT",
+        b"OPTIONS",
+        b"get",
+        b"FOO",
+        b"",
+        b"\x00",
+        b"G E T",
+    ],
+    "path": [
+        *(
+            b"/",
+            b"/admin",
+            b"/health",
+            b"//health",
+            b"*",
+            b"http://localhost/health",
+            b"/%2e%2e/etc/passwd",
+            b"/../x",
+        ),
+        *(
+            b"/v1/gb/training/models" + tail
+            for tail in (b"", b"/", b"?limit=2", b"?limit=x", b"?limit=", b"?%ff=%00", b"?before=1")
+        ),
+        *(
+            b"/v1/gb/training/models/" + id
+            for id in (b"1", b"0", b"-1", b"01", b"9" * 30, b"%31", b"1;x", b"\xd9\xa1")
+        ),
+        *(
+            b"/v1/gb/training/models/1/" + tail
+            for tail in (b"deployments", b"audit", b"audit/", b"deployments?limit=501", b"x")
+        ),
+        *(
+            b"/v1/gb/training/deployers",
+            b"/" + b"x" * 70_000,
+            b"/\x1b[2J",
+            b"/a b",
+            b"/\xff\xfe",
+            b"/#x",
+            b"/?",
+        ),
+    ],
+    "version": [b"HTTP/1.1"] * 8
+    + [
+        b"HTTP/1.0",
+        b"HTTP/0.9",
+        b"HTTP/2",
+        b"HTTP/1.1.1",
+        b"http/1.1",
+        b"",
+        b"HTTP/1.999999999999",
+    ],
+    "header": [
+        *(
+            b"Host: evil.example",
+            b"Host:",
+            b"Host : localhost",
+            b"Origin: null",
+            b"Sec-Fetch-Site: cross-site",
+            b"X" * 66_000,
+        ),
+        *(
+            b"Content-Length: " + length
+            for length in (
+                b"0",
+                b"5",
+                b"-1",
+                b"+5",
+                b"5_0",
+                b"\xd9\xa5",
+                b"9" * 40,
+                b"",
+                b"1048577",
+                b"5, 5",
+            )
+        ),
+        *(
+            b"Transfer-Encoding: " + coding
+            for coding in (b"chunked", b"xchunked", b"identity", b"gzip, chunked", b"")
+        ),
+        *(
+            b"Expect: 100-continue",
+            b"Expect: x",
+            b"Connection: close",
+            b"Connection: keep-alive",
+            b" folded",
+            b"no colon",
+            b": x",
+        ),
+        *(
+            b"Authorization: Bearer x",
+            b"Range: bytes=5-",
+            b"X: \x00\x1b\r",
+            b"From x",
+            b"Content-Type: text/plain; charset=utf-16",
+        ),
+    ],
+    "body": [
+        *(
+            b"",
+            b"{}",
+            b"{",
+            b"[]",
+            b"null",
+            b"\xff",
+            b"\xef\xbb\xbf{}",
+            b'{"a":' * 400 + b"1" + b"}" * 400,
+            b"9" * 5000,
+            b"NaN",
+        ),
+        *(
+            b'{"deployer":"ok"}',
+            b'{"deployer":"broken","options":{}}',
+            b'{"deployer":"ok","options":{"a":1e400}}',
+            b'{"deployer":["ok"]}',
+        ),
+        *(
+            b'{"job_id":"x","files":[]}',
+            b'{"job_id":"../x"}',
+            b'{"job_id":"\\ud800"}',
+            b'{"job_id":1}',
+            b"x" * 100_000,
+        ),
+        *(
+            b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b'{"job_id":"job-1","files":[{"path":"a","size_bytes":1}]}',
+        ),
+    ],
+}
+
+
+def hostile_request(chance: random.Random) -> bytes:
+    """Make a request of which some part is likely to be wrong."""
+
+    def one(kind: str) -> bytes:
+        return chance.choice(PIECES[kind])
+
+    headers = [b"Host: localhost"] * (chance.random() < 0.9)
+    headers += [one("header") for _ in range(chance.choice([0, 0, 0, 1, 1, 2, 3]))]
+    body = one("body")
+    if chance.random() < 0.7:
+        headers.append(b"Content-Length: %d" % len(body))
+    end = chance.choice([b"\r\n"] * 9 + [b"\n"])
+    data = end.join([b" ".join([one("method"), one("path"), one("version")]), *headers, b"", body])
+    return data[: chance.randrange(len(data))] if chance.random() < 0.1 else data
+
+
+def test_hostile_requests_get_a_documented_answer_or_a_closed_connection(
+    lite: App, sidecar: Sidecar
+) -> None:
+    sidecar.add({"a": b"1"})
+    lite.deploy(lite.record({"a": b"1"}))
+    threads, files = threading.active_count(), len(os.listdir("/dev/fd"))
+    documented = {*(200, 201, 204, 302, 400, 401, 403, 404, 405, 409, 411, 502, 503), 100}
+
+    def attack(seed: int) -> None:
+        chance = random.Random(seed)
+        data = b"".join(hostile_request(chance) for _ in range(chance.choice([1, 1, 2])))
+        answer = b""
+        with lite.connect() as connection, contextlib.suppress(ConnectionError):
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            while more := connection.recv(65536):
+                answer += more
+        statuses = {int(found) for found in re.findall(rb"HTTP/1.1 (\d+) ", answer)}
+        assert statuses <= documented, (seed, data[:500], answer[:500])
+        assert b"<html" not in answer.replace(b'<html lang="en">', b"")
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in pool.map(attack, range(HOSTILE)):
+            pass
+    until(lambda: threading.active_count() <= threads and len(os.listdir("/dev/fd")) <= files, 20)
+    assert lite("GET", "/models").status == 200
 
 
 # ---- PostgreSQL alone ----------------------------------------------------------------------------
