@@ -171,6 +171,14 @@ class TrainingError(Exception):
         self.deployment = deployment
 
 
+def _invalid(text: str) -> TrainingError:
+    return TrainingError("invalid", text)
+
+
+def _upstream(text: str) -> TrainingError:
+    return TrainingError("upstream", text)
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainedModelFile:
     """One file of a trained model: its path below the model's directory, its size, its digest ("" if unknown)."""
@@ -481,6 +489,10 @@ def _has_left(connection: socket.socket) -> bool:
         return True
 
 
+def _health(request: _Handler) -> _Answer:
+    return _json_answer(200, {"status": "ok", "version": __version__})
+
+
 Route = Callable[..., _Answer]
 Routes = Sequence[tuple[str, Mapping[str, Route]]]
 
@@ -710,6 +722,14 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
         http.server.socketserver.TCPServer.server_bind(self)  # type: ignore[attr-defined]
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
+    def get_request(self) -> Any:
+        """Accept a connection; without a free descriptor take a breath instead of trying at full speed."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(LOOK_INTERVAL_S)
+            raise
+
     def process_request(self, request: Any, client_address: Any) -> None:
         """Take note of a new connection, then serve it in a thread of its own."""
         self.set_deadline(request, IDLE_TIMEOUT_S)
@@ -881,9 +901,10 @@ def _stored(text: object, kind: type[Any]) -> Any:
 
 def _file_from(entry: object) -> TrainedModelFile:
     """Return an entry of a model's list as it is; `_check_file` says what is wrong with it."""
-    if not isinstance(entry, dict):
-        entry = {"path": entry}
-    return TrainedModelFile(entry.get("path"), entry.get("size_bytes"), entry.get("sha256") or "")  # type: ignore[arg-type]
+    fields: Json = entry if isinstance(entry, dict) else {"path": entry}
+    digest = fields.get("sha256")
+    path, size_bytes = fields.get("path", ""), fields.get("size_bytes", -1)
+    return TrainedModelFile(path, size_bytes, "" if digest is None else digest)
 
 
 def _model_from(row: Sequence[Any]) -> TrainedModel:
@@ -1228,9 +1249,7 @@ def _check_file(file: TrainedModelFile) -> None:
     path = _check_path(file.path)
     if type(file.size_bytes) is not int or not 0 <= file.size_bytes < 1 << 63:
         raise ValueError(f"{path}: the size {file.size_bytes!r:.40} is not a whole number of bytes")
-    if file.sha256 and not (
-        isinstance(file.sha256, str) and re.fullmatch("[0-9A-Fa-f]{64}", file.sha256)
-    ):
+    if not isinstance(file.sha256, str) or not re.fullmatch("([0-9A-Fa-f]{64})?", file.sha256):
         raise ValueError(f"{path}: the sha256 {file.sha256!r:.80} is not 64 hexadecimal digits")
 
 
@@ -1264,10 +1283,11 @@ def _directory(root: Path, parts: Sequence[str], *, create: bool = False) -> Ite
                     os.mkdir(part, dir_fd=descriptor)
             try:
                 inner = os.open(part, flags | os.O_NOFOLLOW, dir_fd=descriptor)
-            except NotADirectoryError as error:
-                raise NotADirectoryError(
-                    error.errno, "a link or a file is in the place of a directory", part
-                ) from None
+            except OSError as error:
+                if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                    raise
+                text = "a link or a file is in the place of a directory"
+                raise NotADirectoryError(errno.ENOTDIR, text, part) from None
             os.close(descriptor)
             descriptor = inner
         yield descriptor
@@ -1339,9 +1359,7 @@ def _retrying(ctx: Context, what: str, reached: Callable[[], int], attempt: Call
                 best, failures = reached(), 0
             failures += 1
             if failures > len(RETRY_PAUSES_S):
-                raise TrainingError(
-                    "upstream", f"{what}: {dropped}, in {failures} attempts"
-                ) from None
+                raise _upstream(f"{what}: {dropped}, in {failures} attempts") from None
             log.debug("%s: %s, trying again", what, dropped)
             ctx.wait(RETRY_PAUSES_S[failures - 1])
             ctx.raise_if_cancelled()
@@ -1520,20 +1538,15 @@ class SidecarClient:
                         f"expected the bytes from {start} on, got status {status} {offset}"
                     )
             elif status != (206 if start else 200):
-                raise TrainingError(
-                    "upstream", f"{file}: expected status {206 if start else 200}, got {status}"
-                )
+                raise _upstream(f"{file}: expected status {206 if start else 200}, got {status}")
             coding = response.headers.get("Content-Encoding", "identity")
             if coding.lower() not in ("identity", ""):
-                raise TrainingError(
-                    "upstream", f"{file}: expected no Content-Encoding, got {coding:.80}"
-                )
+                raise _upstream(f"{file}: expected no Content-Encoding, got {coding:.80}")
             missing = w.size - w.received
             announced = response.headers.get_all("Content-Length", [])
             if any(length != str(missing) for length in announced):
-                raise TrainingError(
-                    "upstream",
-                    f"{file}: expected {missing} bytes, got {', '.join(announced):.80} announced",
+                raise _upstream(
+                    f"{file}: expected {missing} bytes, got {', '.join(announced):.80} announced"
                 )
             self._copy(ctx, response, w)
 
@@ -1565,21 +1578,18 @@ class SidecarClient:
         try:
             return [_file_from(entry) for entry in _decode_json(data)["files"]]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise TrainingError(
-                "upstream",
-                f"{model_path}: expected the sidecar's list of files, got something else: {error!r:.200}",
+            raise _upstream(
+                f"{model_path}: expected the sidecar's list of files, got something else: {error!r:.200}"
             ) from None
 
     def _list(self, ctx: Context, model_path: str) -> bytes:
-        with self._get(
-            ctx, "/models/files", {"model_path": model_path}, FETCH_TIMEOUT_S
-        ) as response:
+        query = {"model_path": model_path}
+        with self._get(ctx, "/models/files", query, FETCH_TIMEOUT_S) as response:
             if response.status >= 500:
                 raise _Dropped(f"expected status 200, got {response.status}")
             if response.status != 200:
-                raise TrainingError(
-                    "upstream",
-                    f"{model_path}: expected the sidecar's list of files, got status {response.status}",
+                raise _upstream(
+                    f"{model_path}: expected the sidecar's list of files, got status {response.status}"
                 )
             try:
                 data = response.read(16 * MAX_BODY_BYTES)  # a list of some 100,000 files
@@ -1603,14 +1613,7 @@ class _SidecarDirectory:
     def routes(self) -> Routes:
         """Return what it answers to."""
         return (
-            (
-                "/health",
-                {
-                    "GET": lambda request: _json_answer(
-                        200, {"status": "ok", "version": __version__}
-                    )
-                },
-            ),
+            ("/health", {"GET": _health}),
             ("/models", {"GET": self.models}),
             ("/models/files", {"GET": self.files}),
             ("/models/file", {"GET": self.file}),
@@ -1650,14 +1653,9 @@ class _SidecarDirectory:
                             contextlib.suppress(ValueError, FileNotFoundError),
                             _open_regular(name, directory) as file,
                         ):
-                            size = os.fstat(file.fileno()).st_size
-                            listed.append(
-                                {
-                                    "path": _check_path(path),
-                                    "size_bytes": size,
-                                    "sha256": _digest(ctx, file),
-                                }
-                            )
+                            entry: Json = {"path": _check_path(path)}
+                            entry["size_bytes"] = os.fstat(file.fileno()).st_size
+                            listed.append(entry | {"sha256": _digest(ctx, file)})
         except OSError as error:
             raise _Refusal(404, f"no model at {'/'.join(parts)!r}: {error.strerror}") from None
         return _json_answer(200, {"files": listed})
@@ -1678,9 +1676,7 @@ class _SidecarDirectory:
             return _Answer(200, b"", headers, (file, 0, size))
         if (offset := int(start[1])) >= size:
             file.close()
-            raise _Refusal(
-                416, f"{path} has {size} bytes", headers={"Content-Range": f"bytes */{size}"}
-            )
+            raise _Refusal(416, f"{path} has {size} bytes", {"Content-Range": f"bytes */{size}"})
         headers["Content-Range"] = f"bytes {offset}-{size - 1}/{size}"
         return _Answer(206, b"", headers, (file, offset, size - offset))
 
@@ -1745,7 +1741,7 @@ class _Incoming:
             raise ValueError(f"{self.path}: written to outside its download")
         block = rest = memoryview(data).cast("B")
         if self.received + len(block) > self.size:
-            raise TrainingError("upstream", f"{self.path}: expected {self.size} bytes, got more")
+            raise _upstream(f"{self.path}: expected {self.size} bytes, got more")
         while rest:
             rest = rest[self._file.write(rest) :]
         self._hash.update(block)
@@ -1773,13 +1769,9 @@ class _Incoming:
                 self._file = None
                 digest = self._hash.hexdigest()
         if self.received != self.size:
-            raise TrainingError(
-                "upstream", f"{self.path}: expected {self.size} bytes, got {self.received}"
-            )
+            raise _upstream(f"{self.path}: expected {self.size} bytes, got {self.received}")
         if self.sha256 and digest != self.sha256:
-            raise TrainingError(
-                "upstream", f"{self.path}: expected sha256 {self.sha256}, got {digest}"
-            )
+            raise _upstream(f"{self.path}: expected sha256 {self.sha256}, got {digest}")
 
 
 class Progress:
@@ -1921,8 +1913,8 @@ def _download(
             ):
                 raise
             # The border to a fetcher, which is foreign code.
-            raise TrainingError(
-                "upstream", f"{file.path}: {getattr(error, 'strerror', None) or _text_of(error)}"
+            raise _upstream(
+                f"{file.path}: {getattr(error, 'strerror', None) or _text_of(error)}"
             ) from error
         file.stamp = _stamp(os.stat(file.name, dir_fd=directory, follow_symlinks=False))
     file.outcome = "fetched" if file.state == "missing" else "repaired"
@@ -1950,9 +1942,9 @@ def fetch_model_files(
         model_path = _check_path(model.path or f"trained/{model.job_id}")
         _check_files(model.files)
     except ValueError as error:
-        raise TrainingError("upstream", str(error)) from None
+        raise _upstream(str(error)) from None
     if not model.files:
-        raise TrainingError("upstream", "the trained model has no recorded files")
+        raise _upstream("the trained model has no recorded files")
     progress.files = files = [_Incoming(file) for file in model.files]
     look = functools.partial(_look, dir)
     complete = False
@@ -1974,9 +1966,8 @@ def fetch_model_files(
                         shutil.disk_usage(dir.parent).free,
                     )
                     if missing > free:
-                        raise TrainingError(
-                            "upstream",
-                            f"{dir.parent}: {missing} bytes are to be fetched, {free} are free",
+                        raise _upstream(
+                            f"{dir.parent}: {missing} bytes are to be fetched, {free} are free"
                         )
                     _each(
                         inner,
@@ -1985,14 +1976,10 @@ def fetch_model_files(
                     )
             except Cancelled as cancelled:
                 ctx.raise_if_cancelled()
-                raise TrainingError(
-                    "upstream", f"the files could not be fetched: {cancelled}"
-                ) from None
+                raise _upstream(f"the files could not be fetched: {cancelled}") from None
     except OSError as error:
         if not complete:
-            raise TrainingError(
-                "upstream", f"{error.filename or dir}: {error.strerror or error}"
-            ) from error
+            raise _upstream(f"{error.filename or dir}: {error.strerror or error}") from error
 
 
 # ---- deployment ----------------------------------------------------------------------------------
@@ -2008,10 +1995,9 @@ def model_dir(root: str | os.PathLike[str], model: TrainedModel) -> Path:
     Raises TrainingError("invalid") for a job id that is unusable as the name of a directory.
     """
     if not _is_job_id(model.job_id):
-        raise TrainingError(
-            "invalid",
+        raise _invalid(
             f"the job id {model.job_id!r:.200} is unusable as a directory name: 1 to 128 letters, digits, '_', '-' and '.',"
-            " starting with a letter or digit, without '..'",
+            " starting with a letter or digit, without '..'"
         )
     return Path(os.path.abspath(root)) / model.job_id
 
@@ -2026,7 +2012,7 @@ def record_model(
     fails; Cancelled.
     """
     if not isinstance(body, dict):
-        raise TrainingError("invalid", "the body must be a JSON object")
+        raise _invalid("the body must be a JSON object")
 
     def field(name: str, default: Any, kind: type | tuple[type, ...], what: str) -> Any:
         value = body.get(name, default)
@@ -2035,7 +2021,7 @@ def record_model(
             or isinstance(value, bool)
             or (isinstance(value, int) and value not in _WHOLE)
         ):
-            raise TrainingError("invalid", f"{name} must be {what}, not {_encode_json(value):.80}")
+            raise _invalid(f"{name} must be {what}, not {_encode_json(value):.80}")
         return value
 
     text, whole = "a string", "a whole number of 64 bits"
@@ -2135,23 +2121,19 @@ def _find_deployer(deployers: Sequence[TrainedModelDeployer], name: object) -> T
             return deployer
     names = ", ".join(deployer.name for deployer in deployers)
     known = f"registered are: {names}" if names else "none is registered"
-    raise TrainingError("invalid", f"deployer must be the name of a registered deployer; {known}")
+    raise _invalid(f"deployer must be the name of a registered deployer; {known}")
 
 
 def _check_options(options: object) -> str:
     """Return the options of a request as JSON; raises TrainingError("invalid") for no object, or a large one."""
     if not isinstance(options, dict | None):
-        raise TrainingError(
-            "invalid", f"options must be a JSON object, not {type(options).__name__}"
-        )
+        raise _invalid(f"options must be a JSON object, not {type(options).__name__}")
     try:
         text = _encode_json(options)
     except ValueError as error:
-        raise TrainingError("invalid", f"options must be a JSON object: {error}") from None
+        raise _invalid(f"options must be a JSON object: {error}") from None
     if (size := len(text.encode())) > 64 * 1024:
-        raise TrainingError(
-            "invalid", f"options have {size} bytes as compact JSON, at most 65536 are taken"
-        )
+        raise _invalid(f"options have {size} bytes as compact JSON, at most 65536 are taken")
     return text
 
 
@@ -2321,7 +2303,7 @@ def deploy_model(
     del running[deploy_id]
     log.log(
         logging.WARNING if error else logging.INFO,
-        "deployment %d %s in %d ms: %s, %s, %s",
+        "deployment %d %s in %d ms: %s, %s, %.1000s",
         *(deploy_id, status, duration_ms, about, progress, error or f"ref {ref}"),
     )
     # 7. emit the system event
@@ -3017,14 +2999,7 @@ class _API:
         public: Routes = (
             ("/", {"GET": lambda request: _Answer(302, b"", {"Location": "/admin"})}),
             ("/admin", {"GET": lambda request: _Answer(200, page, headers)}),
-            (
-                "/health",
-                {
-                    "GET": lambda request: _json_answer(
-                        200, {"status": "ok", "version": __version__}
-                    )
-                },
-            ),
+            ("/health", {"GET": _health}),
         )
         base, model = "/v1/gb/training", "/v1/gb/training/models/([^/]+)"
         if not training:
@@ -3148,9 +3123,9 @@ class Server:
         *,
         host: str = "127.0.0.1",
         port: int = 7878,
-        database: str = "build/gligabao.db",
+        database: str | os.PathLike[str] = "build/gligabao.db",
         training: bool = False,
-        sidecar: str | None = None,
+        sidecar: str | os.PathLike[str] | None = None,
         sidecar_token: str | None = None,
         trained_model_deploy_dir: str | os.PathLike[str] | None = None,
         api_key: str | None = None,
@@ -3158,14 +3133,17 @@ class Server:
         system_event: SystemEventHook | None = None,
     ) -> None:
         self._deployers = resolve_deployers(trained_model_deployers)
-        self._host, self._port, self._database, self._training = host, port, database, training
-        self._sidecar, self._token = sidecar, _secret(sidecar_token, "the sidecar's token")
+        if not 0 <= port <= 65535:
+            raise ValueError(f"the port {port} is no number from 0 (any free port) to 65535")
+        self._host, self._port, self._training = host, port, training
+        self._database, self._sidecar = os.fspath(database), os.fspath(sidecar or "")
+        self._token = _secret(sidecar_token, "the sidecar's token")
         self._key, self._system_event = _secret(api_key, "the API key"), system_event
-        self._is_url = "://" in database
+        self._is_url = "://" in self._database
         beside = Path("build" if self._is_url else Path(database).parent, "trained_models")
         self._root = Path(os.path.abspath(trained_model_deploy_dir or beside))
-        if sidecar and "://" in sidecar:
-            _check_url(sidecar, "the sidecar's URL")
+        if "://" in self._sidecar:
+            _check_url(self._sidecar, "the sidecar's URL")
         self._held = contextlib.ExitStack()
 
     def __enter__(self) -> Self:

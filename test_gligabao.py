@@ -2441,7 +2441,17 @@ REFUSED = [
     ),
     *(
         {"files": [{"path": "a", "size_bytes": 1, "sha256": digest}]}
-        for digest in ("x", "0" * 63, "g" * 64, f"sha256:{'0' * 64}", 5, "\u0660" * 64)
+        for digest in (
+            "x",
+            0,
+            False,
+            [],
+            "0" * 63,
+            "g" * 64,
+            f"sha256:{'0' * 64}",
+            5,
+            "\u0660" * 64,
+        )
     ),
     *(
         {"files": [{"path": path, "size_bytes": 1} for path in paths]}
@@ -2795,12 +2805,18 @@ def test_serve_ends_with_its_event_outside_the_main_thread(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "bad",
-    [{"api_key": "ü"}, {"api_key": "a\nb"}, {"sidecar_token": "\x7f"}, {"sidecar": "nowhere"}],
+    [
+        {"api_key": "ü"},
+        {"api_key": "a\nb"},
+        {"sidecar_token": "\x7f"},
+        {"sidecar": "nowhere"},
+        {"port": 70000},
+    ],
 )
 def test_bad_option_is_a_value_error(bad: dict[str, Any], tmp_path: Path) -> None:
     with (
-        pytest.raises(ValueError, match="must be|does not exist"),
-        gligabao.Server(port=0, database=str(tmp_path / "x.db"), **bad),
+        pytest.raises(ValueError, match="must be|does not exist|is no number"),
+        gligabao.Server(**{"port": 0, "database": str(tmp_path / "x.db")} | bad),
     ):
         pass
 
