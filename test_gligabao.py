@@ -3541,40 +3541,118 @@ def test_postgres_without_psycopg_says_what_to_install(tmp_path: Path) -> None:
 # ---- README --------------------------------------------------------------------------------------
 
 README = (HERE / "README.md").read_text()
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-def test_readmes_script_deploys_with_its_own_deployer(tmp_path: Path) -> None:
-    (script,) = (text for kind, text in BLOCKS if kind == "python" and "gligabao.main(" in text)
-    (tmp_path / "deploy.py").write_text(script)
+def block(text: str) -> str:
+    """The README's only Python block that holds this text."""
+    (found,) = (code for code in PYTHON_BLOCKS if text in code)
+    return found
+
+
+def recipe(text: str, name: str, **changed: Any) -> Any:
+    """The deployer of a recipe, some of its constants changed."""
+    names: dict[str, Any] = {}
+    exec(compile(block(text), "README.md", "exec"), names)
+    names.update(changed)
+    return names[name]
+
+
+def deploy_request(home: Path, deploy_id: int = 7) -> gligabao.DeployTrainedModelRequest:
+    target = gligabao.model_dir(home / "root", model_of(THREE))
+    gligabao.fetch_model_files(Context(), Shelf(THREE), model_of(THREE), target)
+    return gligabao.DeployTrainedModelRequest(deploy_id, model_of(THREE), target, None)
+
+
+def test_readmes_script_deploys_with_its_own_deployer_and_its_test_passes(tmp_path: Path) -> None:
+    (tmp_path / "deploy.py").write_text(block("gligabao.main("))
+    (tmp_path / "test_mine.py").write_text(block("def test_folder"))
     shutil.copy(MODULE, tmp_path)
     gligabao._make_adapter(tmp_path / "DIR" / "trained" / "my-job")
     log = tmp_path / "log.txt"
     words = [sys.executable, "deploy.py", "serve", "--training", "--sidecar", "DIR", "--port", "0"]
     with open(log, "w") as out:
-        process = subprocess.Popen(words, cwd=tmp_path, stdout=out, stderr=out)
+        server = subprocess.Popen(words, cwd=tmp_path, stdout=out, stderr=out)
     try:
         url = until(lambda: re.search(r"http://[\d.]+:\d+", log.read_text()))[0]
-        assert request(url, "POST", f"{API}/models", {"job_id": "my-job"}).status == 201
+        exec(block("timeout=1800").replace("http://127.0.0.1:7878", url), {})
         done = run("deploy", 1, "folder", "--url", url, cwd=tmp_path)
         assert len(on_disk(Path(json.loads(done.stdout)["ref"]))) == 4
     finally:
-        process.terminate()
-        process.wait(12)
+        server.terminate()
+        server.wait(12)
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
+    assert subprocess.run(words, cwd=tmp_path, capture_output=True, timeout=60).returncode == 0
 
 
-def test_readme_names_every_flag_command_and_variable(tmp_path: Path) -> None:
-    help = "".join(
-        run(command, "--help", cwd=tmp_path).stdout
-        for command in ("serve", "sidecar", "demo", "deploy")
-    )
-    flags = {*re.findall(r"--[a-z-]+", help)} - {
-        "--help",
-        "--version",
-        "--host",
-        "--options",
-        "--url",
-        "--once",
-        "--port",
+def test_recipe_of_a_release_folder_switches_its_link_and_cleans_up(tmp_path: Path) -> None:
+    releases = tmp_path / "releases"
+    release = recipe("def release", "release", RELEASES=releases)
+    for number in (7, 8):
+        made = Path(release(Context(), deploy_request(tmp_path, number)).ref)
+        assert on_disk(made) == THREE
+        assert (releases / "current").resolve() == made.resolve()
+    ctx = Context()
+    ctx.cancel("enough")
+    with pytest.raises(gligabao.Cancelled):
+        release(ctx, deploy_request(tmp_path, 9))
+    assert sorted(path.name for path in releases.iterdir()) == ["current", "deploy-7", "deploy-8"]
+
+
+def test_recipe_of_vllm_loads_and_unloads_by_its_own_name(tmp_path: Path, httpserver: Any) -> None:
+    said: list[tuple[str, Any]] = []
+
+    def answer(request: Any) -> Any:
+        from werkzeug import Response
+
+        said.append((request.path, request.get_json()))
+        return Response("Success: LoRA adapter 'job-1-7' added successfully.")
+
+    httpserver.expect_request(
+        re.compile("/v1/(un)?load_lora_adapter"), method="POST"
+    ).respond_with_handler(answer)
+    vllm = recipe("def vllm", "vllm", VLLM=httpserver.url_for("").rstrip("/"))
+    req = deploy_request(tmp_path)
+    assert vllm(Context(), req).ref == "job-1-7"
+    ctx = Context()
+    ctx.cancel("enough")
+    with pytest.raises(gligabao.Cancelled):
+        vllm(ctx, req)
+    load = ("/v1/load_lora_adapter", {"lora_name": "job-1-7", "lora_path": str(req.dir)})
+    assert said == [load, load, ("/v1/unload_lora_adapter", {"lora_name": "job-1-7"})]
+    refused = recipe("def vllm", "vllm", VLLM=httpserver.url_for("/nope"))
+    with pytest.raises(RuntimeError, match="vLLM answered 500"):
+        refused(Context(), req)
+
+
+def test_readmes_blocks_compile() -> None:
+    for code in PYTHON_BLOCKS:
+        compile(code, "README.md", "exec")
+
+
+def test_readme_names_every_option_flag_route_status_and_variable() -> None:
+    source = MODULE.read_text()
+    options = {
+        *inspect.signature(gligabao.Server).parameters,
+        *inspect.signature(gligabao.serve).parameters,
+    } - {"options"}
+    flags = {argument for _, _, _, arguments in gligabao._COMMANDS for argument in arguments}
+    api: Any = gligabao._API.__new__(gligabao._API)
+    routes = {
+        f"{method} {pattern.replace('([^/]+)', '{id}')}"
+        for pattern, methods in api.routes(training=True)
+        for method in methods
     }
-    assert [flag for flag in sorted(flags) if flag not in README] == []
+    variables = {*re.findall("GLIGABAO_[A-Z_]+", source)}
+    statuses = {
+        *map(str, gligabao._STATUS_OF_KIND.values()),
+        *re.findall(r"(?:_Refusal|_answer|malformed)\(.*?\b([245]\d\d)\b", source),
+    }
+    for words in (options, flags, routes, variables, statuses - {"416"}):
+        assert [word for word in sorted(words) if f"{word}" not in README] == []
+
+
+def test_readmes_promises_are_kept_by_tests_that_exist() -> None:
+    named = re.findall(r"`(test_\w+)`", README)
+    assert len(named) > 10
+    assert [name for name in named if name not in globals()] == []
