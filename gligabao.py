@@ -1789,6 +1789,11 @@ class Progress:
             "bytes_total": sum(file.size for file in self.files),
         }
 
+    @property
+    def complete(self) -> bool:
+        """Whether every file is there and right."""
+        return bool(self.files) and all(file.outcome for file in self.files)
+
     def __str__(self) -> str:
         """Say how many files were right, missing and wrong, as in `3 kept, 0 fetched, 1 repaired`."""
         counts = collections.Counter(file.outcome for file in self.files)
@@ -1831,8 +1836,10 @@ def _each(
     ctx: Context, files: Sequence[_Incoming], work: Callable[[Context, _Incoming], None]
 ) -> None:
     """Call `work` for every file, up to 8 at once, the largest first; the first failure ends the others and is raised."""
-    if len(files) == 1:
-        return work(ctx, files[0])
+    if len(files) <= 1:
+        for file in files:
+            work(ctx, file)
+        return
     with ctx.inner() as inner, ThreadPoolExecutor(8) as pool:
         try:
             largest_first = sorted(files, key=lambda file: file.size, reverse=True)
@@ -1920,6 +1927,25 @@ def _download(
     file.outcome = "fetched" if file.state == "missing" else "repaired"
 
 
+def _fetch_locked(
+    ctx: Context, fetcher: ModelFileFetcher, model_path: str, dir: Path, files: Sequence[_Incoming]
+) -> None:
+    """Look again, now that nobody else fetches into `dir`, and fetch what is missing or wrong."""
+    _leftovers(dir, files, remove=True)
+    with ctx.inner(FETCH_TIMEOUT_S) as inner:
+        try:
+            _each(inner, files, functools.partial(_look, dir))
+            wanted = [file for file in files if file.state != "ok"]
+            missing, free = sum(file.size for file in wanted), shutil.disk_usage(dir.parent).free
+            if missing > free:
+                raise _upstream(f"{dir.parent}: {missing} bytes are to be fetched, {free} are free")
+            alone = len(wanted) == 1
+            _each(inner, wanted, functools.partial(_download, fetcher, model_path, dir, alone))
+        except Cancelled as cancelled:
+            ctx.raise_if_cancelled()
+            raise _upstream(f"the files were not fetched: {cancelled}") from None
+
+
 def fetch_model_files(
     ctx: Context,
     fetcher: ModelFileFetcher,
@@ -1930,12 +1956,12 @@ def fetch_model_files(
 ) -> None:
     """Bring the files of a model into `dir`, its own directory as `model_dir` gives it.
 
-    On return every file of `model.files` is there, complete, with the recorded size and sha256. What was
-    right already is kept and not asked for; what is missing or wrong is fetched, up to 8 files at once.
-    Other fetches into `dir`, in whatever process, wait their turn. After a failure the real names hold
-    complete files or what they held before, and no temporary file is left. `progress` can be read while
-    it runs. Raises TrainingError("upstream") that names the file, what was expected and what came;
-    Cancelled, within a second, when `ctx` is cancelled.
+    On return every file of `model.files` is there, complete, with the recorded size and sha256. What
+    was right already is kept and not asked for; what is missing or wrong is fetched, up to 8 files at
+    once. Other fetches into `dir`, in whatever process, wait their turn. After a failure the real
+    names hold complete files or what they held before, and no temporary file is left. `progress` can
+    be read while it runs. Raises TrainingError("upstream") that names the file, what was expected and
+    what came; Cancelled, within a second, when `ctx` is cancelled.
     """
     dir, progress = Path(dir), progress or Progress()
     try:
@@ -1946,39 +1972,17 @@ def fetch_model_files(
     if not model.files:
         raise _upstream("the trained model has no recorded files")
     progress.files = files = [_Incoming(file) for file in model.files]
-    look = functools.partial(_look, dir)
-    complete = False
     try:
         # Reading needs no lock, as real names never hold half a file: what is complete deploys where
-        # nothing can be written, and deployments of a model that is there do not wait for each other.
-        _each(ctx, files, look)
-        complete = all(file.state == "ok" for file in files)
-        if complete and not _leftovers(dir, files, remove=False):
+        # nothing can be written, and deployments of a model that is there wait for nobody.
+        _each(ctx, files, functools.partial(_look, dir))
+        if progress.complete and not _leftovers(dir, files, remove=False):
             return
         dir.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(ctx, dir), ctx.inner(FETCH_TIMEOUT_S) as inner:
-            try:
-                _leftovers(dir, files, remove=True)
-                _each(inner, files, look)
-                if wanted := [file for file in files if file.state != "ok"]:
-                    missing, free = (
-                        sum(file.size for file in wanted),
-                        shutil.disk_usage(dir.parent).free,
-                    )
-                    if missing > free:
-                        raise _upstream(
-                            f"{dir.parent}: {missing} bytes are to be fetched, {free} are free"
-                        )
-                    _each(
-                        inner,
-                        wanted,
-                        functools.partial(_download, fetcher, model_path, dir, len(wanted) == 1),
-                    )
-            except Cancelled as cancelled:
-                ctx.raise_if_cancelled()
-                raise _upstream(f"the files could not be fetched: {cancelled}") from None
+        with _locked(ctx, dir):
+            _fetch_locked(ctx, fetcher, model_path, dir, files)
     except OSError as error:
-        if not complete:
+        if not progress.complete:
             raise _upstream(f"{error.filename or dir}: {error.strerror or error}") from error
 
 
@@ -2172,6 +2176,22 @@ def _call(
     return result.ref, details
 
 
+def _fetch_and_call(
+    ctx: Context,
+    fetcher: ModelFileFetcher,
+    deployer: TrainedModelDeployer,
+    req: DeployTrainedModelRequest,
+    progress: Progress,
+) -> tuple[str, Json]:
+    """Do steps 4 and 5 of a deployment; return the deployer's ref and details."""
+    fetch_model_files(ctx, fetcher, req.model, req.dir, progress=progress)
+    ctx.raise_if_cancelled()
+    try:
+        return _call(deployer, ctx, req)
+    finally:
+        _warn_of_changes(req.deploy_id, req.dir, progress.files)
+
+
 def _abandonable(ctx: Context, work: Callable[[], T]) -> T | BaseException:
     """Return what `work` returns or raises, in a thread of its own; Cancelled once `ctx` is abandoned.
 
@@ -2268,30 +2288,18 @@ def deploy_model(
     )
     about = f"model {model.id}, deployer {deployer.name}"
     log.info("deployment %d started: %s", deploy_id, about)
-    running = {} if running is None else running
-    running[deploy_id] = progress = Progress()
-    fetched = ""
-
-    def fetch_and_call() -> tuple[str, Json]:
-        nonlocal fetched
-        # 4. fetch the model's files
-        fetch_model_files(ctx, fetcher, model, dir, progress=progress)
-        fetched = str(dir)
-        # 5. call the deployer, with copies of its own
-        ctx.raise_if_cancelled()
-        own = dataclasses.replace(
-            model, params=copy.deepcopy(model.params), files=tuple(model.files)
-        )
-        try:
-            return _call(
-                deployer, ctx, DeployTrainedModelRequest(deploy_id, own, dir, json.loads(options))
-            )
-        finally:
-            _warn_of_changes(deploy_id, dir, progress.files)
-
-    ref, details, error = _judge(ctx, _abandonable(ctx, fetch_and_call))
+    progress = Progress()
+    if running is not None:
+        running[deploy_id] = progress
+    # Model and options are the deployer's own: what it changes in them reaches nobody else.
+    own = dataclasses.replace(model, params=copy.deepcopy(model.params), files=(*model.files,))
+    req = DeployTrainedModelRequest(deploy_id, own, dir, json.loads(options))
+    # 4. fetch the files, 5. call the deployer
+    work = functools.partial(_fetch_and_call, ctx, fetcher, deployer, req, progress)
+    ref, details, error = _judge(ctx, _abandonable(ctx, work))
     # 6. update the record
     status = "failed" if error else "completed"
+    fetched = str(dir) if progress.complete else ""
     duration_ms = round((time.monotonic() - begun) * 1000)
     stored = None
     try:
@@ -2299,24 +2307,16 @@ def deploy_model(
         error = stored["error"]
     except TrainingError as failure:
         made = error or f"the deployer returned ref {_storable(ref)}"
-        status, error = "failed", f"deployment {deploy_id} could not be recorded: {failure}; {made}"
-    del running[deploy_id]
-    log.log(
-        logging.WARNING if error else logging.INFO,
-        "deployment %d %s in %d ms: %s, %s, %.1000s",
-        *(deploy_id, status, duration_ms, about, progress, error or f"ref {ref}"),
-    )
+        status, error = "failed", f"deployment {deploy_id} is not recorded: {failure}; {made}"
+    if running is not None:
+        del running[deploy_id]
+    level = logging.WARNING if error else logging.INFO
+    figures = (deploy_id, status, duration_ms, about, progress, error or f"ref {ref}")
+    log.log(level, "deployment %d %s in %d ms: %s, %s, %.1000s", *figures)
     # 7. emit the system event
-    event = {
-        "model_id": model.id,
-        "deploy_id": deploy_id,
-        "deployer": deployer.name,
-        "duration_ms": duration_ms,
-    }
-    _emit(
-        system_event,
-        SystemEvent(f"training.model_deploy.{status}", event | ({"error": error} if error else {})),
-    )
+    event: Json = {"model_id": model.id, "deploy_id": deploy_id, "deployer": deployer.name}
+    event |= {"duration_ms": duration_ms} | ({"error": error} if error else {})
+    _emit(system_event, SystemEvent(f"training.model_deploy.{status}", event))
     if error or stored is None:
         raise TrainingError("upstream" if stored else "internal", error, stored)
     return stored
