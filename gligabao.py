@@ -497,10 +497,19 @@ Route = Callable[..., _Answer]
 Routes = Sequence[tuple[str, Mapping[str, Route]]]
 
 
+class _Headers(http.client.HTTPMessage):
+    """Headers of a request; whatever type its body has, the parser must not look for parts in it."""
+
+    def get_content_type(self) -> str:
+        """Return the type by which the parser goes on after the headers."""
+        return "text/plain"
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
     """One connection: reads requests, checks their framing and who asks, and answers each by its route."""
 
     protocol_version = "HTTP/1.1"
+    MessageClass = _Headers
     disable_nagle_algorithm = True  # it makes a file behind its header wait for the client's ACK
     server: _HTTPServer
     rfile: io.BufferedReader
@@ -581,8 +590,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if hosts > 1 or (not hosts and self.request_version != "HTTP/1.0"):
             raise malformed(f"a request needs one Host header, this one has {hosts}")
         lengths = headers.get_all("Content-Length", [])
-        if encoding := headers.get("Transfer-Encoding"):
-            if lengths or encoding.lower() != "chunked":
+        if encodings := headers.get_all("Transfer-Encoding", []):
+            if lengths or [coding.lower() for coding in encodings] != ["chunked"]:
                 raise malformed("the body's length is unclear: send one Content-Length")
             raise malformed("a chunked body is not taken: send a Content-Length", 411)
         if not lengths:

@@ -659,6 +659,15 @@ FRAMING = {
     "a long header": b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 70_000 + b"\r\n\r\n",
     "200 headers": b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: x\r\n" * 200 + b"\r\n",
     **{
+        f"Transfer-Encoding {value!r}": f"POST {API}/models HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: {value}\r\n\r\n2\r\n{{}}\r\n0\r\n\r\n".encode()
+        for value in (
+            "",
+            "xchunked",
+            "\r\nTransfer-Encoding: chunked",
+            "chunked\r\nContent-Length: 12",
+        )
+    },
+    **{
         f"Content-Length {value}": f"POST {API}/models HTTP/1.1\r\nHost: localhost\r\nContent-Length: {value}\r\n\r\n{{}}".encode()
         for value in (
             "-1",
@@ -680,6 +689,14 @@ def test_bad_framing_is_400_and_the_end_of_the_connection(lite: App, data: bytes
     (answer,) = raw(lite, data + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 2)
     assert (answer.status, answer.headers["Connection"]) == (400, "close")
     assert answer.error
+
+
+@pytest.mark.parametrize(
+    "kind", ["multipart/form-data", "message/rfc822", "application/x-www-form-urlencoded", "x"]
+)
+def test_type_of_a_body_does_not_matter(lite: App, kind: str) -> None:
+    body = {"job_id": "job-1", "files": listed({"a": b"1"})}
+    assert lite("POST", "/models", body, Content_Type=kind).status == 201
 
 
 def test_chunked_body_is_411_and_the_end_of_the_connection(lite: App) -> None:
