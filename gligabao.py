@@ -1,8 +1,8 @@
 """gligabao hands a trained model to your own code.
 
-It fetches the model's files from where they were trained (a sidecar in front of the storage), verifies
-every byte, calls a *deployer*, a function of yours, with the directory that holds them, and keeps a
-record of each deployment, failures included, in SQLite or PostgreSQL.
+It fetches the model's files from where they were trained (a sidecar in front of the storage),
+verifies every byte, calls a *deployer*, a function of yours, with the directory that holds them, and
+keeps a record of each deployment, failures included, in SQLite or PostgreSQL.
 
     import gligabao
 
@@ -26,12 +26,12 @@ A deployment is one request, `POST /v1/gb/training/models/{id}/deployments`, and
     7. emit the system event                 deploy_model -> your hook
     8. answer with the stored deployment     HTTP room, 200 or 502
 
-The file reads bottom-up: a definition uses only what stands above it. Its rooms, each under a banner
-of its own, are: limits; errors and types; context; wire; deployers; store; files; sidecar; fetch;
-deployment; page; HTTP; server; command line.
+The file reads bottom-up: a definition uses only what stands above it. Its rooms, each under a
+banner of its own, are: limits; errors and types; context; wire; deployers; store; files; sidecar;
+fetch; deployment; page; HTTP; server; command line.
 
-Needs Python 3.11 or later, on Linux or macOS, and nothing but the standard library (psycopg 3 when the
-database is PostgreSQL). MIT licence; a vendored copy is this one file, unchanged. Home:
+Needs Python 3.11 or later, on Linux or macOS, and nothing but the standard library (psycopg 3 when
+the database is PostgreSQL). MIT licence; a vendored copy is this one file, unchanged. Home:
 https://github.com/deepblue-phoenix/gligabao
 """
 
@@ -160,8 +160,8 @@ class Cancelled(Exception):
 class TrainingError(Exception):
     """A deployment, or a step of one, that cannot go on.
 
-    `kind` says whose fault it is: `invalid` the caller's (400), `upstream` the sidecar's, the files' or
-    the deployer's (502), `internal` the records' (500), `unavailable` no sidecar is configured (503).
+    `kind` says whose fault it is: `invalid` the caller's (400), `upstream` the sidecar's, the files'
+    or the deployer's (502), `internal` the records' (500), `unavailable`: no sidecar (503).
     `deployment` is the stored deployment when the failure was recorded, else None.
     """
 
@@ -181,7 +181,7 @@ def _upstream(text: str) -> TrainingError:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModelFile:
-    """One file of a trained model: its path below the model's directory, its size, its digest ("" if unknown)."""
+    """One file of a trained model, at `path` below its directory; `sha256` is "" where unknown."""
 
     path: str
     size_bytes: int
@@ -190,7 +190,7 @@ class TrainedModelFile:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModel:
-    """A model that a training job left on the sidecar's storage; `path` is where, `created_at` when recorded."""
+    """A model that a training job left at `path` on the sidecar's storage."""
 
     id: int
     name: str
@@ -211,9 +211,9 @@ class TrainedModel:
 class DeployTrainedModelRequest:
     """What a deployer receives.
 
-    `dir` is the absolute directory that holds the model's files, complete and verified, at the paths
-    of `model.files`. It is shared with later deployments: read only. `deploy_id` is unique to this
-    call. `options` are the request's, None if it gave none. All but the files are the deployer's own.
+    `dir` is the absolute directory that holds the model's files, complete and verified, at the
+    paths of `model.files`. It is shared with later deployments: read only. `deploy_id` is unique to
+    this call. `options` are the request's, None if it gave none; they and `model` are copies.
     """
 
     deploy_id: int
@@ -224,7 +224,7 @@ class DeployTrainedModelRequest:
 
 @dataclasses.dataclass(frozen=True)
 class DeployTrainedModelResult:
-    """What a deployer returns: what it made, in its own terms, and a JSON object of anything worth keeping."""
+    """What a deployer returns: what it made, in its own terms, and details as a JSON object."""
 
     ref: str = ""
     details: Json | None = None
@@ -295,7 +295,7 @@ _JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def _decode_json(data: bytes) -> Any:
-    """Return the value of strict JSON in UTF-8; raises ValueError that says what is wrong with it."""
+    """Return the value of strict JSON in UTF-8; raises ValueError that says what is wrong."""
     try:
         value = _JSON.decode(data.decode())
     except UnicodeDecodeError as error:
@@ -320,7 +320,7 @@ def _text_of(error: BaseException) -> str:
 
 
 class _Writer(Protocol):
-    """What a fetcher writes one file to: `size` bytes in all, of which it holds the first `received`."""
+    """What a fetcher writes a file to: `size` bytes, of which it holds the first `received`."""
 
     @property
     def size(self) -> int: ...
@@ -372,7 +372,7 @@ class Context:
             act()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Sleep up to `timeout` seconds (None: without end); return True as soon as it is cancelled."""
+        """Sleep up to `timeout` seconds (None: for ever); return True as soon as it is cancelled."""
         return self._event.wait(timeout)
 
     def raise_if_cancelled(self) -> None:
@@ -382,7 +382,7 @@ class Context:
 
     @contextlib.contextmanager
     def on_cancel(self, act: Callable[[], object]) -> Iterator[None]:
-        """Call `act`, which must not raise or wait, if the work is cancelled in this block (or was before)."""
+        """Call `act`, which must not raise or wait, if it is cancelled in this block, or was."""
         with self._guard:
             late = self._event.is_set()
             self._acts.append(act)
@@ -506,7 +506,7 @@ class _Headers(http.client.HTTPMessage):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """One connection: reads requests, checks their framing and who asks, and answers each by its route."""
+    """One connection: reads requests, checks their framing and who asks, answers by the route."""
 
     protocol_version = "HTTP/1.1"
     MessageClass = _Headers
@@ -520,7 +520,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.connection.settimeout(IDLE_TIMEOUT_S)
 
     def handle_one_request(self) -> None:
-        """Read one request and answer it; the deadline is for the whole of it, from its first byte."""
+        """Read one request and answer it; it must be whole in time after its first byte."""
         self.close_connection = True
         try:
             self.server.set_deadline(self.connection, IDLE_TIMEOUT_S)
@@ -603,7 +603,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return length
 
     def _check_caller(self, path: str) -> None:
-        """Refuse who may not come in: any web page can send requests to a server on this machine."""
+        """Refuse who may not come in: any web page can send requests to this machine."""
         if self.server.key:
             given = self.headers.get("Authorization", "").encode("latin-1", "replace")
             wanted = f"Bearer {self.server.key}".encode()
@@ -639,7 +639,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return expected == "100-continue" and self.request_version != "HTTP/1.0"
 
     def read_json(self) -> Any:
-        """Read the body, once; return the value of its JSON. Raises _Refusal (400) for anything else."""
+        """Read the body, once, and return the value of its JSON; raises _Refusal (400)."""
         if self.body_left and self._expects_100():
             self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         data = self.rfile.read(self.body_left)
@@ -686,7 +686,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.close_connection = True  # the file shrank: nobody waits for the rest
 
     def _close_politely(self) -> None:
-        """Close so that the client reads the answer before it notices: unread bytes would reset the connection."""
+        """Let the client read its answer first: unread bytes would reset the connection."""
         _hang_up(self.connection, socket.SHUT_WR)
         self.connection.settimeout(1)
         left = MAX_BODY_BYTES
@@ -732,7 +732,7 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
     def get_request(self) -> Any:
-        """Accept a connection; without a free descriptor take a breath instead of trying at full speed."""
+        """Accept a connection; take a breath where there is no free descriptor for it."""
         try:
             return super().get_request()
         except OSError:
@@ -836,9 +836,9 @@ def resolve_deployers(registry: Registry | None) -> list[TrainedModelDeployer]:
     """Return the registered deployers, sorted by name.
 
     In a mapping of name to function the description is the first line of the function's docstring.
-    Raises ValueError("invalid trained model deployer: …") for more than 20, a name that is not 1 to 64
-    ASCII letters, digits, `_`, `-` and `.` starting with a letter or digit, a name given twice, and a
-    deployer without a function.
+    Raises ValueError("invalid trained model deployer: …") for more than 20, a name that is not 1 to
+    64 ASCII letters, digits, `_`, `-` and `.` starting with a letter or digit, a name given twice,
+    and a deployer without a function.
     """
 
     def invalid(text: str) -> ValueError:
@@ -878,11 +878,16 @@ def resolve_deployers(registry: Registry | None) -> list[TrainedModelDeployer]:
 # ---- store ---------------------------------------------------------------------------------------
 # Knows SQL, drivers and rows; not what a record means to anybody. May use: types.
 
-_MODEL_COLUMNS = "id, name, job_id, base_model, model_size, dataset, num_examples, num_train_steps, final_loss, params, path, files, created_at"
-_DEPLOYMENT_COLUMNS = "id, trained_model_id, deployer, options, status, dir, ref, details, error, duration_ms, created_at, completed_at"
-_UNSTORABLE = re.compile(
-    "[\x00\ud800-\udfff]"
-)  # NUL is no text to PostgreSQL, a lone surrogate to neither
+_MODEL_COLUMNS = (
+    "id, name, job_id, base_model, model_size, dataset, num_examples, num_train_steps, final_loss,"
+    " params, path, files, created_at"
+)
+_DEPLOYMENT_COLUMNS = (
+    "id, trained_model_id, deployer, options, status, dir, ref, details, error, duration_ms,"
+    " created_at, completed_at"
+)
+# NUL is no text to PostgreSQL, a lone surrogate to neither database.
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 
 
 def _storable(text: str) -> str:
@@ -903,6 +908,8 @@ def _stored(text: object, kind: type[Any]) -> Any:
         return {}
     try:
         value = _JSON.decode(text)  # type: ignore[arg-type]
+        if text.count("{") + text.count("[") > 300:  # type: ignore[attr-defined]
+            _encode_json(value)  # refuses what is nested too deep
     except (ValueError, TypeError, RecursionError):
         return kind()
     return value if isinstance(value, kind) else kind()
@@ -940,8 +947,8 @@ class _Store:
     """The records of trained models and their deployments, the same on both databases.
 
     Every method is one statement, its own transaction, safe from any thread, and raises
-    TrainingError("internal") when the database does not take it. A stored deployment is a dict with the
-    columns as keys, in their order; its times are text in RFC 3339, UTC.
+    TrainingError("internal") when the database does not take it. A stored deployment is a dict with
+    the columns as keys, in their order; its times are text in RFC 3339, UTC.
     """
 
     _types: ClassVar[
@@ -958,24 +965,27 @@ class _Store:
     def _tables(self) -> list[str]:
         """Return the statements that make what is missing; an existing table is left as it is."""
         models = """CREATE TABLE IF NOT EXISTS gb_trained_models (
-            id {key}, name TEXT NOT NULL, job_id TEXT NOT NULL UNIQUE, base_model TEXT, model_size TEXT, dataset TEXT,
-            num_examples {whole}, num_train_steps {whole}, final_loss {real}, params TEXT, path TEXT, files TEXT,
-            created_at {time} NOT NULL)"""
+            id {key}, name TEXT NOT NULL, job_id TEXT NOT NULL UNIQUE, base_model TEXT,
+            model_size TEXT, dataset TEXT, num_examples {whole}, num_train_steps {whole},
+            final_loss {real}, params TEXT, path TEXT, files TEXT, created_at {time} NOT NULL)"""
         deployments = """CREATE TABLE IF NOT EXISTS gb_trained_model_deployments (
-            id {key}, trained_model_id {whole} NOT NULL REFERENCES gb_trained_models (id) ON DELETE CASCADE,
-            deployer TEXT NOT NULL, options TEXT NOT NULL, status TEXT NOT NULL, dir TEXT NOT NULL DEFAULT '',
-            ref TEXT NOT NULL DEFAULT '', details TEXT NOT NULL DEFAULT '{{}}', error TEXT NOT NULL DEFAULT '',
-            duration_ms {whole} NOT NULL DEFAULT 0, created_at {time} NOT NULL, completed_at {time})"""
+            id {key}, deployer TEXT NOT NULL, options TEXT NOT NULL, status TEXT NOT NULL,
+            dir TEXT NOT NULL DEFAULT '', ref TEXT NOT NULL DEFAULT '',
+            details TEXT NOT NULL DEFAULT '{{}}', error TEXT NOT NULL DEFAULT '',
+            duration_ms {whole} NOT NULL DEFAULT 0, created_at {time} NOT NULL, completed_at {time},
+            trained_model_id {whole} NOT NULL
+                REFERENCES gb_trained_models (id) ON DELETE CASCADE)"""
         newest = """CREATE INDEX IF NOT EXISTS gb_trained_model_deployments_newest
             ON gb_trained_model_deployments (trained_model_id, id)"""
         return [statement.format(**self._types) for statement in (models, deployments, newest)]
 
     def record_trained_model(self, fields: Json) -> TrainedModel | None:
-        """Store a new model, the columns given as `fields`; return it, or None when its job is recorded already."""
+        """Store a model with these columns; return it, or None when its job is recorded already."""
         values = [fields[name] for name in _MODEL_COLUMNS.split(", ")[1:-1]]
         rows = self._rows(
-            "INSERT INTO gb_trained_models (name, job_id, base_model, model_size, dataset, num_examples, num_train_steps,"
-            " final_loss, params, path, files, created_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+            "INSERT INTO gb_trained_models (name, job_id, base_model, model_size, dataset,"
+            " num_examples, num_train_steps, final_loss, params, path, files, created_at)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
             f" ON CONFLICT (job_id) DO NOTHING RETURNING {_MODEL_COLUMNS}",
             [
                 *(
@@ -1009,7 +1019,8 @@ class _Store:
     def record_trained_model_deployment(self, model_id: int, deployer: str, options: Json) -> int:
         """Store a new deployment as running; return its id."""
         rows = self._rows(
-            "INSERT INTO gb_trained_model_deployments (trained_model_id, deployer, options, status, created_at)"
+            "INSERT INTO gb_trained_model_deployments"
+            " (trained_model_id, deployer, options, status, created_at)"
             " VALUES (?, ?, ?, 'running', ?) RETURNING id",
             [model_id, deployer, _encode_json(options), _now()],
             write=True,
@@ -1019,9 +1030,10 @@ class _Store:
     def finish_trained_model_deployment(
         self, id: int, status: str, dir: str, ref: str, details: Json, error: str, duration_ms: int
     ) -> Json | None:
-        """Store how a deployment ended; return it, or None when it is gone, its model deleted. May be tried again."""
+        """Store how a deployment ended; return it, or None when it is gone. May be tried again."""
         rows = self._rows(
-            "UPDATE gb_trained_model_deployments SET status = ?, dir = ?, ref = ?, details = ?, error = ?, duration_ms = ?,"
+            "UPDATE gb_trained_model_deployments SET status = ?, dir = ?, ref = ?, details = ?,"
+            " error = ?, duration_ms = ?,"
             f" completed_at = ? WHERE id = ? RETURNING {_DEPLOYMENT_COLUMNS}",
             [status, dir, ref, _encode_json(details), error, duration_ms, _now(), id],
             write=True,
@@ -1038,14 +1050,15 @@ class _Store:
     def list_trained_model_deployments(self, model_id: int, limit: int = 100) -> list[Json]:
         """Return the model's newest deployments first, at most `limit`."""
         rows = self._rows(
-            f"SELECT {_DEPLOYMENT_COLUMNS} FROM gb_trained_model_deployments WHERE trained_model_id = ? ORDER BY id DESC LIMIT ?",
+            f"SELECT {_DEPLOYMENT_COLUMNS} FROM gb_trained_model_deployments"
+            " WHERE trained_model_id = ? ORDER BY id DESC LIMIT ?",
             [model_id, limit],
         )
         return [_deployment_from(row) for row in rows]
 
 
 class _SQLite(_Store):
-    """The records in one file, made with its directory when missing; a reader never waits for a writer."""
+    """The records in one file, made when missing; a reader never waits for a writer."""
 
     _types: ClassVar = {
         "key": "INTEGER PRIMARY KEY AUTOINCREMENT",
@@ -1055,8 +1068,8 @@ class _SQLite(_Store):
     }
 
     def __init__(self, path: Path) -> None:
-        # Each lock guards its connection for one statement: threads that step SQLite side by side only
-        # fight for the interpreter's lock, and writers would starve each other in its busy waiting.
+        # Each lock guards its connection for one statement: threads that step SQLite side by side
+        # fight for the interpreter's lock, and writers starve each other in its busy waiting.
         self._locks = {True: threading.Lock(), False: threading.Lock()}
         self._connections: dict[bool, sqlite3.Connection] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -1080,7 +1093,7 @@ class _SQLite(_Store):
             raise type(error)(f"the database {path}: {error}") from error
 
     def _keep_a_wal(self) -> None:
-        """Switch the file to a write-ahead log; for this SQLite does not wait for others who open it."""
+        """Switch to a write-ahead log; for this SQLite does not wait for others who open it."""
         end = time.monotonic() + BUSY_TIMEOUT_S
         while True:
             try:
@@ -1110,7 +1123,7 @@ class _SQLite(_Store):
 
 
 class _PostgreSQL(_Store):
-    """The records in a PostgreSQL database, over at most 8 connections; none is held between statements.
+    """The records in a PostgreSQL database, over at most 8 connections, held for a statement each.
 
     Each statement is a transaction of its own, so none stays open while a deployer works.
     """
@@ -1150,7 +1163,7 @@ class _PostgreSQL(_Store):
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[Any]:
-        """Yield a connection for one statement; one that died while it was idle is replaced before it is used."""
+        """Yield a connection for one statement; one that died while idle is replaced before."""
         try:
             connection = self._idle.get(timeout=BUSY_TIMEOUT_S)
         except queue.Empty:
@@ -1192,23 +1205,23 @@ class _PostgreSQL(_Store):
 
 
 def open_store(database: str) -> _Store:
-    """Open the records at `database`, the path of an SQLite file or a postgresql:// URL; make the tables that are missing.
+    """Open the records in an SQLite file or at a postgresql:// URL; make what tables are missing.
 
-    Raises ValueError for a URL of another kind, ImportError where psycopg is missing, OSError and the
-    driver's error when the database cannot be opened; nothing stays open then.
+    Raises ValueError for a URL of another kind, ImportError where psycopg is missing, OSError and
+    the driver's error when the database cannot be opened; nothing stays open then.
     """
     scheme, separator, _ = database.partition("://")
     if not separator:
         return _SQLite(Path(os.path.abspath(database)))
     if scheme != "postgresql":
         raise ValueError(
-            f"the database {scheme}://… is of an unknown kind: give a path, or a postgresql:// URL"
+            f"the database {scheme}://… is of no known kind: give a path or a postgresql:// URL"
         )
     return _PostgreSQL(database)
 
 
 # ---- files ---------------------------------------------------------------------------------------
-# Knows which names are safe, how to reach a file below no link, and digests. May use: context, types.
+# Knows safe names, how to reach a file below no link, and digests. May use: context, types.
 
 _JOB_ID = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _IN_PLACE = (
@@ -1217,15 +1230,15 @@ _IN_PLACE = (
 
 
 def _is_job_id(text: object) -> bool:
-    """Say whether a job's id is usable as the name of a directory, on every system and without surprises."""
+    """Say whether a job's id is usable as the name of a directory."""
     return isinstance(text, str) and bool(_JOB_ID.fullmatch(text)) and ".." not in text
 
 
 def _check_path(path: object) -> str:
-    """Return a path that stays below its directory and can be a file's; raise ValueError for any other.
+    """Return a path that stays below its directory and can be a file's; raises ValueError.
 
-    Guards against absolute paths, parents, Windows' separators, names that terminals or logs would act
-    on, names of temporary files, and what file systems do not hold.
+    Guards against absolute paths, parents, Windows' separators, names that terminals or logs would
+    act on, names of temporary files, and what file systems do not hold.
     """
     if not isinstance(path, str):
         raise ValueError(f"the path {path!r:.80} is not text")
@@ -1305,7 +1318,7 @@ def _directory(root: Path, parts: Sequence[str], *, create: bool = False) -> Ite
 
 
 def _open_regular(name: str, directory: int) -> io.FileIO:
-    """Open a file for reading; raises FileNotFoundError for a link or a device, IsADirectoryError for a directory."""
+    """Open a file for reading; a link or a device counts as none. Raises OSError."""
     try:
         descriptor = os.open(name, os.O_RDONLY | _IN_PLACE, dir_fd=directory)
     except OSError as error:
@@ -1344,7 +1357,7 @@ class ModelFileFetcher(Protocol):
         """Write the bytes of one file to `w`, from `w.received` on.
 
         `w.write(data)` raises when more than `w.size` bytes come; `w.restart()` forgets what was
-        received. Whatever this raises fails the deployment. Should end soon after `ctx` is cancelled.
+        received. Whatever this raises fails the deployment. Must end soon after a cancellation.
         """
 
 
@@ -1381,7 +1394,7 @@ def _dial(
     timeout: float,
     source: object = None,
 ) -> socket.socket:
-    """Connect within CONNECT_TIMEOUT_S; while `held` is open, a cancelled context ends whatever is done with the socket."""
+    """Connect; while `held` is open, a cancelled context ends whatever waits for the socket."""
     failure: OSError | None = None
     for family, kind, protocol, _, where in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
         connection = socket.socket(family, kind, protocol)
@@ -1426,7 +1439,7 @@ class _Dialler(urllib.request.AbstractHTTPHandler):
         self, kind: Callable[..., http.client.HTTPConnection], host: str, **options: Any
     ) -> http.client.HTTPConnection:
         connection = kind(host, **options)
-        connection._create_connection = self._connect  # type: ignore[attr-defined]  # as http.client's own tests do
+        connection._create_connection = self._connect  # type: ignore[attr-defined]
         return connection
 
     def http_open(self, request: urllib.request.Request) -> Any:
@@ -1457,8 +1470,8 @@ def _open_url(
 ) -> Iterator[http.client.HTTPResponse]:
     """Yield the answer to a request, whatever its status; no redirect is followed.
 
-    `timeout` bounds each wait for bytes. The environment's proxies are used, but not for this machine's
-    own addresses. Raises _Dropped when there is no answer in HTTP, Cancelled.
+    `timeout` bounds each wait for bytes. The environment's proxies are used, but not for this
+    machine's own addresses. Raises _Dropped when there is no answer in HTTP, Cancelled.
     """
     with contextlib.ExitStack() as held:
         opener = urllib.request.OpenerDirector()
@@ -1475,7 +1488,7 @@ def _open_url(
 
 
 def _check_url(url: str, what: str) -> str:
-    """Return an http(s) URL without the slashes at its end; raises ValueError, never repeating a URL that may hold secrets."""
+    """Return an http(s) URL without slashes at its end; raises ValueError that does not repeat it."""
     try:
         parts = urllib.parse.urlsplit(url)
         port_is_good = parts.port != 0
@@ -1491,7 +1504,7 @@ def _check_url(url: str, what: str) -> str:
 
 
 class SidecarClient:
-    """Fetches models' files from a sidecar at `url`, whose path is kept; `token` is sent to it and to nobody else.
+    """Fetches models' files from the sidecar at `url`; `token` is sent to nobody else.
 
     Raises ValueError for a URL that is not http(s), or that has a user, a query or a fragment.
     """
@@ -1522,9 +1535,9 @@ class SidecarClient:
     def download_model_file(self, ctx: Context, model_path: str, file: str, w: _Writer) -> None:
         """Write the bytes of one file of a model to `w`.
 
-        A connection that drops, stalls or says 5xx is tried again from the byte it reached, until five
-        attempts in a row got no further. Raises TrainingError("upstream") that names the file, what was
-        expected and what came; Cancelled.
+        A connection that drops, stalls or says 5xx is tried again from the byte it reached, until
+        five attempts in a row got no further. Raises TrainingError("upstream") that names the file,
+        what was expected and what came; Cancelled.
         """
         _retrying(ctx, file, lambda: w.received, lambda: self._receive(ctx, model_path, file, w))
 
@@ -1560,7 +1573,7 @@ class SidecarClient:
             self._copy(ctx, response, w)
 
     def _copy(self, ctx: Context, response: http.client.HTTPResponse, w: _Writer) -> None:
-        """Write the body to `w`, block by block; the writer's own failures are not the connection's."""
+        """Write the body to `w`; the writer's own failures are not the connection's."""
         while True:
             try:
                 data = response.read1(BLOCK_BYTES)
@@ -1579,7 +1592,7 @@ class SidecarClient:
             raise _Dropped(f"expected {w.size} bytes, got {w.received}")
 
     def list_model_files(self, ctx: Context, model_path: str) -> list[TrainedModelFile]:
-        """Return the files of a model as the sidecar lists them; it may take as long as a fetch, to hash them.
+        """Return the files of a model; the sidecar may take as long as a fetch, to hash them.
 
         Raises TrainingError("upstream") for an answer that is no such list; Cancelled.
         """
@@ -1588,7 +1601,7 @@ class SidecarClient:
             return [_file_from(entry) for entry in _decode_json(data)["files"]]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise _upstream(
-                f"{model_path}: expected the sidecar's list of files, got something else: {error!r:.200}"
+                f"{model_path}: expected a list of files, got something else: {error!r:.200}"
             ) from None
 
     def _list(self, ctx: Context, model_path: str) -> bytes:
@@ -1597,9 +1610,7 @@ class SidecarClient:
             if response.status >= 500:
                 raise _Dropped(f"expected status 200, got {response.status}")
             if response.status != 200:
-                raise _upstream(
-                    f"{model_path}: expected the sidecar's list of files, got status {response.status}"
-                )
+                raise _upstream(f"{model_path}: expected status 200, got {response.status}")
             try:
                 data = response.read(16 * MAX_BODY_BYTES)  # a list of some 100,000 files
             except (OSError, http.client.HTTPException) as error:
@@ -1612,7 +1623,7 @@ class SidecarClient:
 
 
 class _SidecarDirectory:
-    """The other side: serves the models in `root`, each the directory `trained/<job id>/`, and nothing else."""
+    """The other side: serves the models in `root`, directories `trained/<job id>/`, no more."""
 
     def __init__(self, root: str) -> None:
         if not os.path.isdir(root):
@@ -1649,7 +1660,7 @@ class _SidecarDirectory:
         return parts
 
     def files(self, request: _Handler) -> _Answer:
-        """Answer with the files of a model, their sizes and digests; links and devices are left out."""
+        """Answer with the files of a model, their sizes and digests, but no link or device."""
         parts = self._model(request)
         listed = []
         try:
@@ -1696,7 +1707,7 @@ class _SidecarDirectory:
 
 
 class _HashBehind:
-    """A sha256 of what is written to a file, which a second thread reads back and hashes meanwhile."""
+    """A sha256 of what is written to a file, read back and hashed by a second thread."""
 
     def __init__(self, file: io.FileIO) -> None:
         self._file = file
@@ -1726,7 +1737,7 @@ class _HashBehind:
 
 
 class _Incoming:
-    """One file of a model: what is recorded of it, what the disk holds, and how far its download is.
+    """One file of a model: its record, its state on the disk, and how far its download is.
 
     It is the `w` of a fetcher. One thread changes it; any thread may read its figures.
     """
@@ -1745,7 +1756,7 @@ class _Incoming:
         self._hash: Any = None
 
     def write(self, data: bytes) -> None:
-        """Append bytes; raises TrainingError when more than the recorded size come, OSError for the disk's errors."""
+        """Append bytes; raises TrainingError for more than recorded, OSError for the disk's."""
         if self._file is None:
             raise ValueError(f"{self.path}: written to outside its download")
         block = rest = memoryview(data).cast("B")
@@ -1767,7 +1778,7 @@ class _Incoming:
 
     @contextlib.contextmanager
     def download(self, descriptor: int, *, alone: bool) -> Iterator[None]:
-        """Take the file's bytes in this block, and check them at its end; raises TrainingError for others than recorded."""
+        """Take the bytes in this block; raises TrainingError for others than are recorded."""
         with io.FileIO(descriptor, "r+") as file:
             self._file, self.received = file, 0
             self._new_hash = functools.partial(_HashBehind, file) if alone else hashlib.sha256
@@ -1790,7 +1801,7 @@ class Progress:
         self.files: Sequence[_Incoming] = ()
 
     def figures(self) -> dict[str, int]:
-        """Return the files and bytes that are there, kept ones included, and how many there will be."""
+        """Return how many files and bytes are there, kept ones included, and will be."""
         return {
             "files_done": sum(file.outcome != "" for file in self.files),
             "files_total": len(self.files),
@@ -1804,7 +1815,7 @@ class Progress:
         return bool(self.files) and all(file.outcome for file in self.files)
 
     def __str__(self) -> str:
-        """Say how many files were right, missing and wrong, as in `3 kept, 0 fetched, 1 repaired`."""
+        """Say how many files were right, missing and wrong: 3 kept, 0 fetched, 1 repaired."""
         counts = collections.Counter(file.outcome for file in self.files)
         return ", ".join(
             f"{counts[outcome]} {outcome}" for outcome in ("kept", "fetched", "repaired")
@@ -1818,8 +1829,8 @@ def _stamp(file: os.stat_result) -> tuple[int, int, int]:
 def _look(dir: Path, ctx: Context, file: _Incoming) -> None:
     """Compare a file on the disk with its record, and note its state.
 
-    One that was found right before is not hashed again while its stamp is the same. Raises OSError where
-    something is in the way that is never replaced, Cancelled.
+    One that was found right before is not hashed again while its stamp is the same. Raises OSError
+    where something is in the way that is never replaced, Cancelled.
     """
     file.received, file.outcome, file.state, known, file.stamp = 0, "", "missing", file.stamp, None
     with (
@@ -1844,7 +1855,7 @@ def _look(dir: Path, ctx: Context, file: _Incoming) -> None:
 def _each(
     ctx: Context, files: Sequence[_Incoming], work: Callable[[Context, _Incoming], None]
 ) -> None:
-    """Call `work` for every file, up to 8 at once, the largest first; the first failure ends the others and is raised."""
+    """Call `work` for every file, up to 8 at once, the largest first; a failure ends the others."""
     if len(files) <= 1:
         for file in files:
             work(ctx, file)
@@ -1862,10 +1873,10 @@ def _each(
 
 @contextlib.contextmanager
 def _locked(ctx: Context, dir: Path) -> Iterator[None]:
-    """Hold the lock that serializes fetches into `dir`, across threads and processes; it guards what is in `dir`.
+    """Hold the lock of `dir`, which guards what is in it, across threads and processes, for one fetch.
 
-    It is held for one fetch. The lock's file, beside the directory, is never removed: whoever waits for
-    it has it open. Waiting is by short pauses, since nothing ends a blocked flock.
+    The lock's file, beside the directory, is never removed: whoever waits for it has it open.
+    Waiting is by short pauses, since nothing ends a blocked flock.
     """
     descriptor = os.open(
         dir.parent / f".{dir.name}.lock", os.O_RDWR | os.O_CREAT | _IN_PLACE, 0o666
@@ -1885,7 +1896,7 @@ def _locked(ctx: Context, dir: Path) -> Iterator[None]:
 
 
 def _leftovers(dir: Path, files: Sequence[_Incoming], *, remove: bool) -> bool:
-    """Say whether temporary files lie in the directories of a model; `remove` them, which needs the lock."""
+    """Say whether temporary files lie in a model's directories; to `remove` them needs the lock."""
     found = False
     for folders in {tuple(file.folders) for file in files}:
         with (
@@ -1910,7 +1921,7 @@ def _download(
     ctx: Context,
     file: _Incoming,
 ) -> None:
-    """Fetch one file under a temporary name, and give it its own once it is complete and verified."""
+    """Fetch one file under a temporary name; it gets its own once it is complete and verified."""
     with _directory(dir.parent, [dir.name, *file.folders], create=True) as directory:
         temporary = f".fetch-{os.urandom(8).hex()}"
         descriptor = os.open(
@@ -1965,12 +1976,12 @@ def fetch_model_files(
 ) -> None:
     """Bring the files of a model into `dir`, its own directory as `model_dir` gives it.
 
-    On return every file of `model.files` is there, complete, with the recorded size and sha256. What
-    was right already is kept and not asked for; what is missing or wrong is fetched, up to 8 files at
-    once. Other fetches into `dir`, in whatever process, wait their turn. After a failure the real
-    names hold complete files or what they held before, and no temporary file is left. `progress` can
-    be read while it runs. Raises TrainingError("upstream") that names the file, what was expected and
-    what came; Cancelled, within a second, when `ctx` is cancelled.
+    On return every file of `model.files` is there, complete, with the recorded size and sha256.
+    What was right already is kept and not asked for; what is missing or wrong is fetched, up to 8
+    files at once. Other fetches into `dir`, in whatever process, wait their turn. After a failure
+    the real names hold complete files or what they held before, and no temporary file is left.
+    `progress` can be read meanwhile. Raises TrainingError("upstream") that names the file, what was
+    expected and what came; Cancelled, within a second, when `ctx` is cancelled.
     """
     dir, progress = Path(dir), progress or Progress()
     try:
@@ -1982,8 +1993,8 @@ def fetch_model_files(
         raise _upstream("the trained model has no recorded files")
     progress.files = files = [_Incoming(file) for file in model.files]
     try:
-        # Reading needs no lock, as real names never hold half a file: what is complete deploys where
-        # nothing can be written, and deployments of a model that is there wait for nobody.
+        # Reading needs no lock, as real names never hold half a file: what is complete deploys
+        # where nothing can be written, and deployments of a model that is there wait for nobody.
         _each(ctx, files, functools.partial(_look, dir))
         if progress.complete and not _leftovers(dir, files, remove=False):
             return
@@ -2003,14 +2014,14 @@ _WHOLE = range(-(1 << 63), 1 << 63)  # what both databases hold
 
 
 def model_dir(root: str | os.PathLike[str], model: TrainedModel) -> Path:
-    """Return the absolute directory of a model below the deployment directory `root`: one for each job.
+    """Return the absolute directory of a model below the deployment directory: one a job.
 
     Raises TrainingError("invalid") for a job id that is unusable as the name of a directory.
     """
     if not _is_job_id(model.job_id):
         raise _invalid(
-            f"the job id {model.job_id!r:.200} is unusable as a directory name: 1 to 128 letters, digits, '_', '-' and '.',"
-            " starting with a letter or digit, without '..'"
+            f"the job id {model.job_id!r:.200} is unusable as a directory name: 1 to 128 letters,"
+            " digits, '_', '-' and '.', starting with a letter or digit, without '..'"
         )
     return Path(os.path.abspath(root)) / model.job_id
 
@@ -2018,11 +2029,11 @@ def model_dir(root: str | os.PathLike[str], model: TrainedModel) -> Path:
 def record_model(
     ctx: Context, store: _Store, sidecar: SidecarClient | None, body: object
 ) -> TrainedModel | None:
-    """Record a trained model as the JSON object `body` describes it, and return it; None if its job is recorded already.
+    """Record the trained model that a JSON object describes; None if its job is recorded already.
 
-    Without a list of files the sidecar is asked for it. Raises TrainingError: "invalid" for what is not
-    of the right form or could never be deployed, "unavailable" with no sidecar to ask, "upstream" when it
-    fails; Cancelled.
+    Without a list of files the sidecar is asked for it. Raises TrainingError: "invalid" for what is
+    not of the right form or could never be deployed, "unavailable" with no sidecar to ask,
+    "upstream" when it fails; Cancelled.
     """
     if not isinstance(body, dict):
         raise _invalid("the body must be a JSON object")
@@ -2073,7 +2084,7 @@ def record_model(
 
 
 def audit_model(ctx: Context, root: str | os.PathLike[str], model: TrainedModel) -> Json:
-    """Compare the disk with the record of a model, fetching nothing: each file's state, what is to be fetched, if it fits.
+    """Compare the disk with the record of a model; nothing is fetched.
 
     Raises TrainingError("invalid") for an unusable job id; Cancelled.
     """
@@ -2083,22 +2094,21 @@ def audit_model(ctx: Context, root: str | os.PathLike[str], model: TrainedModel)
         with contextlib.suppress(OSError):  # whatever is in the way, the file is missing
             _look(dir, ctx, file)
 
-    good = []
-    for file in model.files:
+    good: dict[int, _Incoming] = {}
+    for number, file in enumerate(model.files):
         with contextlib.suppress(ValueError):
             _check_file(file)
-            good.append(_Incoming(file))
-    _each(ctx, good, look)
-    states = {file.path: file.state for file in good}
+            good[number] = _Incoming(file)
+    _each(ctx, [*good.values()], look)
     files = [
         {
             "path": file.path,
             "size_bytes": file.size_bytes,
-            "state": states.get(file.path, "missing"),
+            "state": good[number].state if number in good else "missing",
         }
-        for file in model.files
+        for number, file in enumerate(model.files)
     ]
-    missing = sum(file.size for file in good if file.state != "ok")
+    missing = sum(file.size for file in good.values() if file.state != "ok")
     free = shutil.disk_usage(next(place for place in (dir, *dir.parents) if place.exists())).free
     complete = bool(files) and all(file["state"] == "ok" for file in files)
     return {
@@ -2138,7 +2148,7 @@ def _find_deployer(deployers: Sequence[TrainedModelDeployer], name: object) -> T
 
 
 def _check_options(options: object) -> str:
-    """Return the options of a request as JSON; raises TrainingError("invalid") for no object, or a large one."""
+    """Return the options as JSON; raises TrainingError("invalid") for no object, or a large one."""
     if not isinstance(options, dict | None):
         raise _invalid(f"options must be a JSON object, not {type(options).__name__}")
     try:
@@ -2164,7 +2174,7 @@ def _call(
         if hasattr(result, "close") and hasattr(result, "cr_await"):
             result.close()  # a coroutine nobody awaits would warn
         raise TypeError(
-            f"the deployer returned a {type(result).__name__}, not a DeployTrainedModelResult or None"
+            f"the deployer returned {type(result).__name__}, not DeployTrainedModelResult or None"
         )
     if not isinstance(result.ref, str):
         raise TypeError(
@@ -2174,7 +2184,7 @@ def _call(
         return result.ref, {}
     if not isinstance(result.details, dict):
         raise TypeError(
-            f"the deployer returned details that are a {type(result.details).__name__}, not a dict or None"
+            f"the deployer returned details of type {type(result.details).__name__}, not dict or None"
         )
     try:
         details: Json = json.loads(_encode_json(result.details))
@@ -2202,7 +2212,7 @@ def _fetch_and_call(
 
 
 def _abandonable(ctx: Context, work: Callable[[], T]) -> T | BaseException:
-    """Return what `work` returns or raises, in a thread of its own; Cancelled once `ctx` is abandoned.
+    """Return what `work` returns or raises in a thread of its own; Cancelled when abandoned.
 
     What an abandoned `work` returns later is dropped.
     """
@@ -2239,7 +2249,7 @@ def _judge(ctx: Context, outcome: tuple[str, Json] | BaseException) -> tuple[str
 
 
 def _finish(ctx: Context, store: _Store, deploy_id: int, *values: Any) -> Json:
-    """Record how a deployment ended, trying again for FINISH_TIMEOUT_S; raises TrainingError("internal")."""
+    """Record how a deployment ended, trying again for a while; raises TrainingError("internal")."""
     begun = time.monotonic()
     while True:
         try:
@@ -2279,10 +2289,10 @@ def deploy_model(
 ) -> Json:
     """Deploy a trained model, steps 2 to 7, and return the stored deployment, completed.
 
-    `deployers` are those of `resolve_deployers`, `root` is the deployment directory, `running` holds the
-    progress of each deployment while it is at work. Raises TrainingError: "invalid" or "unavailable"
-    before anything is recorded; "upstream" when the fetch or the deployer failed, with the stored failure
-    as `.deployment`; "internal" when the start or the end could not be recorded.
+    `deployers` are those of `resolve_deployers`, `root` is the deployment directory, `running` holds
+    the progress of each deployment while it is at work. Raises TrainingError: "invalid" or
+    "unavailable" before anything is recorded; "upstream" when the fetch or the deployer failed, with
+    the stored failure as `.deployment`; "internal" when the start or the end was not recorded.
     """
     begun = time.monotonic()
     # 2. find the deployer by name, check the options
@@ -2332,8 +2342,8 @@ def deploy_model(
 
 
 # ---- page ----------------------------------------------------------------------------------------
-# Knows the browser and the API: one static string, in which the server sets two attributes. Every text
-# becomes a text node. May use: nothing.
+# Knows the browser and the API: one static string, in which the server sets two attributes. Every
+# text becomes a text node. May use: nothing.
 
 PAGE = r"""<!doctype html>
 <html lang="en">
@@ -2993,7 +3003,7 @@ class _API:
         ] = {}  # one entry a deployment at work here; single operations, no lock
 
     def routes(self, *, training: bool) -> Routes:
-        """Return the table of routes; without training there are only the page's and the health's."""
+        """Return the table of routes; those of training only where it is on."""
         headers = {
             "Content-Type": "text/html; charset=utf-8",
             "Content-Security-Policy": "default-src 'none'; connect-src 'self'; base-uri 'none';"
@@ -3090,7 +3100,7 @@ class _API:
         with request.watched() as ctx:
             deployment = deploy_model(
                 *(ctx, self._store, self._sidecar, self._deployers, self._root, model),
-                DeployRequest(body.get("deployer"), body.get("options")),  # type: ignore[arg-type]  # it checks both
+                DeployRequest(body.get("deployer"), body.get("options")),  # type: ignore[arg-type]
                 system_event=self._system_event,
                 running=self._running,
             )
@@ -3106,23 +3116,22 @@ class _API:
 
 
 # ---- server --------------------------------------------------------------------------------------
-# Knows options, starting, wiring and stopping. Knows no argv and no signal but for `serve`. May use:
-# all above.
+# Knows options, starting, wiring and stopping; signals for `serve`, no argv. May use: all above.
 
 
 def _secret(value: str | None, what: str) -> str | None:
-    """Return a key or token, None for an empty one; raises ValueError for one that no header can carry."""
+    """Return a key or token, None for an empty one; raises ValueError for what no header carries."""
     if value and not re.fullmatch("[ -~]+", value):
         raise ValueError(f"{what} must be printable ASCII")
     return value or None
 
 
 class Server:
-    """The server, for use in a `with` block, which it serves in background threads; `url` is its address.
+    """The server, which serves at `url`, in background threads, while a `with` block lasts.
 
-    Raises ValueError for bad options, OSError for the address and the disk, the driver's error for the
-    database, and then nothing stays open. Leaving the block cancels what runs, waits for it up to
-    STOP_GRACE_S, and leaves every deployment of this server recorded. The options are those of `serve`.
+    Raises ValueError for bad options, OSError for the address and the disk, the driver's error for
+    the database, and then nothing stays open. Leaving the block cancels what runs, waits for it up
+    to STOP_GRACE_S, and leaves every deployment of this server recorded. The options are `serve`'s.
     """
 
     url: str
@@ -3192,7 +3201,7 @@ class Server:
 
 @contextlib.contextmanager
 def _until_stopped(stop: threading.Event | None = None) -> Iterator[Callable[[], None]]:
-    """Yield a function that waits for SIGINT, SIGTERM or `stop`, which may come before or after it is called.
+    """Yield a function that waits for SIGINT, SIGTERM or `stop`, which may come before it is called.
 
     A signal during the stop that follows is not obeyed twice.
     """
@@ -3218,11 +3227,11 @@ def _until_stopped(stop: threading.Event | None = None) -> Iterator[Callable[[],
 def serve(*, stop: threading.Event | None = None, **options: Any) -> None:
     """Serve until SIGINT, SIGTERM or `stop`; then stop as `Server` does.
 
-    Options: `host`, `port` (0: any free one), `database` (a path or a postgresql:// URL), `training`,
-    `sidecar` (a URL, or a directory to serve), `sidecar_token`, `trained_model_deploy_dir`, `api_key`,
-    `trained_model_deployers` (an iterable of TrainedModelDeployer, or a mapping of name to function) and
-    `system_event` (called with each SystemEvent). Outside the main thread no signal handler is
-    installed. Raises what `Server` raises.
+    Options: `host`, `port` (0: any free one), `database` (a path or a postgresql:// URL),
+    `training`, `sidecar` (a URL, or a directory to serve), `sidecar_token`,
+    `trained_model_deploy_dir`, `api_key`, `trained_model_deployers` (an iterable of
+    TrainedModelDeployer, or a mapping of name to function) and `system_event` (called with each
+    SystemEvent). Outside the main thread no signal handler is installed. Raises what `Server` does.
     """
     with _until_stopped(stop) as wait, Server(**options):
         wait()
@@ -3300,7 +3309,7 @@ _COMMANDS: Sequence[tuple[str, str, str, Mapping[str, Mapping[str, Any]]]] = (
     ),
     (
         "demo",
-        "Deploy a small model on this machine, in a temporary directory that is removed at the end.",
+        "Deploy a small model here, in a temporary directory that is removed at the end.",
         "",
         {
             "--once": {"help": "deploy once, print the record, and end", "action": "store_true"},
@@ -3409,7 +3418,7 @@ def _release_deployer(releases: Path) -> DeployTrainedModelFunc:
 
 
 def _follow(url: str, headers: Mapping[str, str], deployer: str, done: threading.Event) -> None:
-    """Show on the terminal, once a second, how far the newest running deployment by this deployer is."""
+    """Show once a second how far the newest running deployment by this deployer is."""
     while not done.wait(1):
         text = "waiting"
         with contextlib.suppress(
@@ -3493,10 +3502,10 @@ def _run_demo(options: Json) -> int:
 
 
 def main(argv: Sequence[str] | None = None, **options: Any) -> int:
-    """Run the command line, `argv` or the process's own, with `options` of `serve`, such as your deployers.
+    """Run the command line, `argv` or the process's, with options of `serve`, such as your deployers.
 
-    A flag wins over an option. Returns the exit code: 0, or 1 when a start failed, which is said in one
-    line; exits with 2 on bad usage. Configures logging unless the program has.
+    A flag wins over an option. Returns the exit code: 0, or 1 when a start failed, which is said in
+    one line; exits with 2 on bad usage. Configures logging unless the program has.
     """
     given = vars(_parser().parse_args(argv))
     command = given.pop("command")

@@ -994,8 +994,17 @@ def test_existing_tables_are_left_as_they_are(database: str) -> None:
 
 DAMAGED: dict[str, tuple[dict[str, Any], Any, Any]] = {
     **{
-        f"params {text!r}": ({"params": text}, {}, None)
-        for text in ("{broken", "[]", "5", "", "null", '{"a": NaN}', None)
+        f"params {text!r:.20}": ({"params": text}, {}, None)
+        for text in (
+            "{broken",
+            "[]",
+            "5",
+            "",
+            "null",
+            '{"a": NaN}',
+            None,
+            '{"a":' * 301 + "1" + "}" * 301,
+        )
     },
     **{
         f"loss {loss}": ({"final_loss": loss}, {}, None)
@@ -1036,6 +1045,8 @@ def test_model_without_recorded_files_fails_by_that_name(
         {"path": 5, "size_bytes": 1},
         {"path": "a", "size_bytes": "1"},
         {"path": "\ud800"},
+        [1, 2],
+        {"path": {"a": 1}, "size_bytes": 1},
     ],
 )
 def test_bad_entry_of_recorded_files_fails_without_a_request(
