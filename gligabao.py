@@ -291,13 +291,14 @@ def _finite(text: str) -> float:
     return number
 
 
-_JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+_decode = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite).decode
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str).encode
 
 
 def _decode_json(data: bytes) -> Any:
     """Return the value of strict JSON in UTF-8; raises ValueError that says what is wrong."""
     try:
-        value = _JSON.decode(data.decode())
+        value = _decode(data.decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
     except RecursionError:
@@ -312,11 +313,12 @@ def _cut(text: str) -> str:
 
 def _text_of(error: BaseException) -> str:
     """Return the exception's text, its class name where it has none, cut to 10,000 characters."""
-    try:
-        text = str(error) or type(error).__name__
-    except Exception:  # foreign code: __str__ may do anything
-        text = type(error).__name__
-    return _cut(text)
+    tells: Sequence[Callable[[], str]] = (lambda: str(error), lambda: type(error).__name__)
+    for tell in tells:
+        with contextlib.suppress(BaseException):  # foreign code: __str__ may do anything
+            if text := str.__str__(tell()):  # a plain one, not of a foreign class
+                return _cut(text)
+    return "an exception without words"
 
 
 class _Writer(Protocol):
@@ -365,7 +367,7 @@ class Context:
         with self._guard:
             if self._event.is_set():
                 return
-            self.reason = reason
+            self.reason = str(reason) or "cancelled"
             self._event.set()
             acts = list(self._acts)
         for act in acts:
@@ -441,7 +443,7 @@ class _Answer:
 
 def _json_answer(status: int, value: object, headers: Mapping[str, str] = {}) -> _Answer:
     # Rows that others damaged may hold what JSON does not: bytes become text, lone surrogates "?".
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+    text = _encode(value)
     headers = {"Content-Type": "application/json", **headers}
     return _Answer(status, text.encode(errors="replace"), headers)
 
@@ -658,7 +660,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return dict(pairs).get(name)
 
     def watched(self) -> contextlib.AbstractContextManager[Context]:
-        """Return a block whose context is cancelled when this client leaves or the server stops."""
+        """Return a block, however long, whose context ends when the client leaves or the server stops."""
+        self.server.set_deadline(self.connection, math.inf)
         return self.server.watch(self.connection)
 
     def _send(self, answer: _Answer) -> None:
@@ -688,7 +691,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _close_politely(self) -> None:
         """Let the client read its answer first: unread bytes would reset the connection."""
         _hang_up(self.connection, socket.SHUT_WR)
-        self.connection.settimeout(1)
+        self.server.set_deadline(self.connection, 1)
         left = MAX_BODY_BYTES
         while left > 0 and (data := self.rfile.read1(65536)):
             left -= len(data)
@@ -886,6 +889,7 @@ _DEPLOYMENT_COLUMNS = (
     "id, trained_model_id, deployer, options, status, dir, ref, details, error, duration_ms,"
     " created_at, completed_at"
 )
+_MODEL_KEYS, _DEPLOYMENT_KEYS = _MODEL_COLUMNS.split(", "), _DEPLOYMENT_COLUMNS.split(", ")
 # NUL is no text to PostgreSQL, a lone surrogate to neither database.
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 
@@ -907,7 +911,7 @@ def _stored(text: object, kind: type[Any]) -> Any:
     if text == "{}":
         return {}
     try:
-        value = _JSON.decode(text)  # type: ignore[arg-type]
+        value = _decode(text)  # type: ignore[arg-type]
         if text.count("{") + text.count("[") > 300:  # type: ignore[attr-defined]
             _encode_json(value)  # refuses what is nested too deep
     except (ValueError, TypeError, RecursionError):
@@ -924,7 +928,7 @@ def _file_from(entry: object) -> TrainedModelFile:
 
 
 def _model_from(row: Sequence[Any]) -> TrainedModel:
-    fields = dict(zip(_MODEL_COLUMNS.split(", "), row, strict=True))
+    fields = dict(zip(_MODEL_KEYS, row, strict=True))
     loss = fields["final_loss"]
     return TrainedModel(
         **fields
@@ -937,7 +941,7 @@ def _model_from(row: Sequence[Any]) -> TrainedModel:
 
 
 def _deployment_from(row: Sequence[Any]) -> Json:
-    fields = dict(zip(_DEPLOYMENT_COLUMNS.split(", "), row, strict=True))
+    fields = dict(zip(_DEPLOYMENT_KEYS, row, strict=True))
     fields["options"] = _stored(fields["options"], dict)
     fields["details"] = _stored(fields["details"], dict)
     return fields
@@ -981,7 +985,7 @@ class _Store:
 
     def record_trained_model(self, fields: Json) -> TrainedModel | None:
         """Store a model with these columns; return it, or None when its job is recorded already."""
-        values = [fields[name] for name in _MODEL_COLUMNS.split(", ")[1:-1]]
+        values = [fields[name] for name in _MODEL_KEYS[1:-1]]
         rows = self._rows(
             "INSERT INTO gb_trained_models (name, job_id, base_model, model_size, dataset,"
             " num_examples, num_train_steps, final_loss, params, path, files, created_at)"
@@ -1079,7 +1083,6 @@ class _SQLite(_Store):
                     path, BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
                 )
                 self._connections[write] = connection
-                connection.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
                 connection.execute("PRAGMA synchronous = FULL")
                 connection.execute("PRAGMA foreign_keys = ON")
             self._keep_a_wal()
@@ -1110,7 +1113,15 @@ class _SQLite(_Store):
             raise TrainingError("internal", f"the database was busy for {BUSY_TIMEOUT_S} s")
         try:
             given = [_storable(value) if isinstance(value, str) else value for value in values]
-            return self._connections[write].execute(sql, given).fetchall()
+            connection = self._connections[write]
+            try:
+                return connection.execute(sql, given).fetchall()
+            except sqlite3.OperationalError as error:
+                if "decode" not in str(error):
+                    raise
+                # Others wrote what is no UTF-8: from now on this connection reads it, more slowly.
+                connection.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
+                return connection.execute(sql, given).fetchall()
         except sqlite3.Error as error:
             raise TrainingError("internal", f"the database does not take it: {error}") from error
         finally:
@@ -2180,8 +2191,9 @@ def _call(
         raise TypeError(
             f"the deployer returned a ref that is a {type(result.ref).__name__}, not a string"
         )
+    ref = str.__str__(result.ref)  # a plain one
     if result.details is None:
-        return result.ref, {}
+        return ref, {}
     if not isinstance(result.details, dict):
         raise TypeError(
             f"the deployer returned details of type {type(result.details).__name__}, not dict or None"
@@ -2192,7 +2204,7 @@ def _call(
         raise ValueError(
             f"the deployer returned details that are no JSON: {_text_of(error)}"
         ) from None
-    return result.ref, details
+    return ref, details
 
 
 def _fetch_and_call(
@@ -3247,6 +3259,12 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _model_id(text: str) -> str:
+    if not re.fullmatch("[1-9][0-9]{0,18}", text):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no id of a model: a number from 1")
+    return text
+
+
 def _server_url(text: str) -> str:
     try:
         return _check_url(text, "the server's URL")
@@ -3297,7 +3315,7 @@ _COMMANDS: Sequence[tuple[str, str, str, Mapping[str, Mapping[str, Any]]]] = (
         "Ask a server for a deployment, wait for it, print it as JSON.",
         "Exits 0 when it completed, 1 when it failed. The key is read from GLIGABAO_API_KEY.",
         {
-            "MODEL_ID": {"help": "id of the trained model", "type": int},
+            "MODEL_ID": {"help": "id of the trained model", "type": _model_id},
             "DEPLOYER": {"help": "name of a registered deployer"},
             "--options": {
                 "help": "JSON object for the deployer",
@@ -3421,9 +3439,7 @@ def _follow(url: str, headers: Mapping[str, str], deployer: str, done: threading
     """Show once a second how far the newest running deployment by this deployer is."""
     while not done.wait(1):
         text = "waiting"
-        with contextlib.suppress(
-            _Dropped, OSError, http.client.HTTPException, ValueError, KeyError
-        ):
+        with contextlib.suppress(Exception):  # it is only to look at; the answer tells
             request = urllib.request.Request(url, headers=dict(headers))
             with _open_url(Context(), request, CONNECT_TIMEOUT_S) as response:
                 rows = json.loads(response.read())["deployments"]
@@ -3468,7 +3484,7 @@ def _run_deploy(options: Json) -> int:
         raise ValueError(f"{server} answered status {response.status} and no such JSON") from None
     finally:
         done.set()
-    print(json.dumps(deployment, indent=2, ensure_ascii=False))
+    print(json.dumps(deployment, indent=2))
     return 0 if deployment["status"] == "completed" else 1
 
 

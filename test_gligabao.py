@@ -758,6 +758,31 @@ def test_silent_half_and_slow_requests_are_dropped(
             threading.Event().wait(0.05)
 
 
+def test_client_that_trickles_after_its_last_answer_is_dropped(lite: App) -> None:
+    with lite.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        begun = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() - begun < 10:
+                connection.sendall(b"x")
+                time.sleep(0.1)
+        assert time.monotonic() - begun < 8
+
+
+def test_audit_with_an_unread_body_outlasts_the_deadline_of_requests(
+    lite: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 1_500_000_000  # sparse, but hashed for longer than the deadline
+    entry = {"path": "a", "size_bytes": size, "sha256": "0" * 64}
+    model = lite("POST", "/models", {"job_id": "job-1", "files": [entry]}).json["id"]
+    (lite.root / "job-1").mkdir(parents=True)
+    with open(lite.root / "job-1" / "a", "wb") as file:
+        file.truncate(size)
+    monkeypatch.setattr(gligabao, "IDLE_TIMEOUT_S", 0.3)
+    audit = lite("GET", f"/models/{model}/audit", {"a": 1}).json
+    assert audit["files"][0]["state"] == "wrong sha256"
+
+
 def test_pipelined_requests_are_answered_in_order(lite: App) -> None:
     lines = [
         f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
@@ -2009,7 +2034,22 @@ def deployed(tmp_path: Path, deploy: Any, options: Any = None, **more: Any) -> d
 
 class Unspeakable(Exception):
     def __str__(self) -> str:
-        raise RuntimeError("no text")
+        raise SystemExit("no text")
+
+
+class Nameless(type):
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]
+        raise SystemExit("no name")
+
+
+class Ineffable(Unspeakable, metaclass=Nameless):
+    pass
+
+
+class OddText(str):
+    __slots__ = ()
+    __len__ = __format__ = __eq__ = __hash__ = None  # type: ignore[assignment]
 
 
 RAISED = {
@@ -2022,6 +2062,7 @@ RAISED = {
     "StopIteration": (StopIteration(), "StopIteration"),
     "Cancelled": (gligabao.Cancelled("made up"), "made up"),
     "one that has no words": (Unspeakable(), "Unspeakable"),
+    "one that has not even a name": (Ineffable(), "an exception without words"),
     "NUL": (RuntimeError("a\0b"), "a\ufffdb"),
 }
 
@@ -2034,6 +2075,22 @@ def test_whatever_a_deployer_raises_is_recorded(
         raise error
 
     assert deployed(tmp_path, deploy)["error"] == text
+
+
+def test_ref_of_an_odd_class_of_text_is_recorded_as_text(tmp_path: Path) -> None:
+    assert (
+        deployed(tmp_path, lambda ctx, req: DeployTrainedModelResult(OddText("odd")))["ref"]
+        == "odd"
+    )
+
+
+@pytest.mark.parametrize("reason", ["", 5])
+def test_deployer_that_cancels_itself_has_failed(tmp_path: Path, reason: Any) -> None:
+    def deploy(ctx: Context, req: Any) -> None:
+        ctx.cancel(reason)
+        ctx.raise_if_cancelled()
+
+    assert deployed(tmp_path, deploy)["error"] == str(reason or "cancelled")
 
 
 def test_long_error_is_cut_with_a_mark(tmp_path: Path) -> None:
