@@ -20,6 +20,7 @@ import logging
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -3155,6 +3156,731 @@ def test_main_takes_deployers_and_a_flag_wins(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+# ---- page ----------------------------------------------------------------------------------------
+
+Serve = Callable[..., App]
+Element = dict[str, str]  # what WebDriver calls an element
+KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Tab": "\ue004"}
+FLAGS = """--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync --lang=en-US
+    --disable-background-networking --disable-component-update --disable-dev-shm-usage"""
+# Finds what a person sees, in the open dialog where there is one; a name is a label or the first line.
+FIND = r"""
+const [role, name, inside] = arguments, by = e => document.getElementById(e.getAttribute("aria-labelledby"));
+const tags = {link: "a", region: "section", listitem: "li", status: "[role=status]", dialog: "dialog[open]",
+    textbox: "input, textarea", progressbar: "progress"};
+const named = e => e.ariaLabel ?? by(e)?.innerText ?? e.labels?.[0]?.innerText ?? e.innerText.split("\n")[0];
+const where = inside ?? document.querySelector(role === "dialog" ? "html" : "dialog[open]") ?? document;
+return [...where.querySelectorAll(tags[role] ?? role)].find(
+    e => e.checkVisibility() && (name === null || named(e).trim() === name))"""
+OPEN_DETAILS = "for (const details of document.querySelectorAll('details')) details.open = true"
+
+
+class Browser:
+    """Chromium, through the W3C WebDriver protocol."""
+
+    def __init__(self, driver: str, home: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self.session, self.expected = "", ""  # the latter: a pattern of what the console may say
+        self.process = subprocess.Popen(
+            [driver, f"--port={self.port}", "--silent"],
+            env=os.environ | {"HOME": home, "TMPDIR": home, "TZ": "Asia/Kolkata"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            until(self._listens)
+            wanted = {
+                "goog:chromeOptions": {"args": [*FLAGS.split(), f"--user-data-dir={home}/data"]},
+                "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
+            }
+            made = self.call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
+            self.session = f"/session/{made['sessionId']}"
+            self.go("about:blank")
+        except BaseException:
+            self.close()
+            raise
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def close(self) -> None:
+        if self.session:
+            self.call("DELETE", "")
+        self.process.terminate()
+        self.process.wait(10)
+
+    def call(self, method: str, path: str, body: object = None) -> Any:
+        answer = request(f"http://127.0.0.1:{self.port}", method, self.session + path, body)
+        value = json.loads(answer.body)["value"]
+        assert answer.status == 200, value["message"]
+        return value
+
+    def go(self, url: str) -> None:
+        self.call("POST", "/url", {"url": url})
+
+    def reload(self) -> None:
+        self.call("POST", "/refresh", {})
+
+    def run(self, script: str, *args: object) -> Any:
+        return self.call("POST", "/execute/sync", {"script": script, "args": args})
+
+    def devtools(self, command: str, **params: object) -> None:
+        self.call("POST", "/goog/cdp/execute", {"cmd": command, "params": params})
+
+    def log(self, kind: str) -> list[dict[str, Any]]:
+        """What was logged since the last call."""
+        return list(self.call("POST", "/se/log", {"type": kind}))
+
+    def requests(self) -> list[str]:
+        """The addresses that were asked for since the last call."""
+        events = [json.loads(entry["message"])["message"] for entry in self.log("performance")]
+        sent = [event for event in events if event["method"] == "Network.requestWillBeSent"]
+        return [event["params"]["request"]["url"] for event in sent]
+
+    def has(self, role: str, name: str | None = None, inside: Element | None = None) -> Any:
+        return self.run(FIND, role, name, inside)
+
+    def find(self, role: str, name: str | None = None, inside: Element | None = None) -> Element:
+        return dict(self._wait(lambda: self.has(role, name, inside), (role, name)))
+
+    def text(self, part: Element | None = None) -> str:
+        return str(self.run("return (arguments[0] ?? document.body).innerText", part))
+
+    def see(self, *words: str, part: Element | None = None) -> None:
+        """Wait until all of these show."""
+        self._wait(lambda: all(word in self.text(part) for word in words), words)
+
+    def _wait(self, what: Callable[[], Any], said: object) -> Any:
+        try:
+            return until(what)
+        except AssertionError:
+            raise AssertionError(f"{said} did not show in: {self.text()}") from None
+
+    def on(self, element: Element, action: str, body: object = None) -> None:
+        (id,) = element.values()
+        self.call("POST", f"/element/{id}/{action}", body or {})
+
+    def click(self, role: str, name: str, inside: Element | None = None) -> None:
+        self.on(self.find(role, name, inside), "click")
+
+    def write(self, name: str, text: str) -> None:
+        """Type into the field of this name instead of what it holds."""
+        field = self.find("textbox", name)
+        self.on(field, "clear")
+        self.on(field, "value", {"text": text})
+
+    def keys(self, *names: str) -> None:
+        strokes = [(kind, KEYS.get(name, name)) for name in names for kind in ("keyDown", "keyUp")]
+        actions = [{"type": kind, "value": key} for kind, key in strokes]
+        self.call("POST", "/actions", {"actions": [{"type": "key", "id": "k", "actions": actions}]})
+
+    def double_click(self, element: Element) -> None:
+        at = {"type": "pointerMove", "x": 0, "y": 0, "origin": element}
+        down, up = ({"type": kind, "button": 0} for kind in ("pointerDown", "pointerUp"))
+        pause = {"type": "pause", "duration": 200}  # long enough for an answer to the first click
+        mouse = {"type": "pointer", "id": "m", "actions": [at, down, up, pause, down, up]}
+        self.call("POST", "/actions", {"actions": [mouse]})
+
+    def focused(self) -> tuple[str, str]:
+        """The role and the name that an assistive technology is told."""
+        (id,) = self.call("GET", "/element/active").values()
+        role = self.call("GET", f"/element/{id}/computedrole")
+        return role, self.call("GET", f"/element/{id}/computedlabel")
+
+    def table(self, name: str) -> list[dict[str, str]]:
+        """What the rows show, by column."""
+        read = (
+            "return [...arguments[0].rows].map(row => [...row.cells].map(cell => cell.innerText))"
+        )
+        heads, *rows = self.run(read, self.find("table", name))
+        return [dict(zip(heads, row, strict=True)) for row in rows]
+
+    def terms(self, region: str) -> dict[str, str]:
+        read = "return [...arguments[0].querySelectorAll('dl:not(table dl) > dt')].map(e => [e.innerText, e.nextSibling.innerText])"
+        return dict(self.run(read, self.find("region", region)))
+
+    def press(self, deployer: str) -> Element:
+        """Press the deployer's button in the open dialog; return where its outcome shows."""
+        entry = self.find("listitem", deployer)
+        self.click("button", "Deploy", entry)
+        return dict(self.run("return arguments[0].querySelector('[role=status]')", entry))
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    driver = shutil.which("chromedriver", path=f"/usr/bin{os.pathsep}{os.environ['PATH']}")
+    if not (driver and shutil.which("chromium")):
+        if REQUIRED:
+            pytest.fail("chromium or chromedriver is missing, and GLIGABAO_TEST_REQUIRE is set")
+        pytest.skip("chromium and chromedriver are not on this machine")
+    with (
+        tempfile.TemporaryDirectory(prefix="gligabao-web-", ignore_cleanup_errors=True) as home,
+        contextlib.closing(Browser(driver, home)) as made,
+    ):
+        yield made
+
+
+@pytest.fixture
+def page(browser: Browser, serve: Serve) -> Iterator[Browser]:  # left before the servers stop
+    """A browser without a past, whose console stays clean and which asks only the test's server."""
+    browser.expected = "$^"
+    browser.requests()
+    yield browser
+    origin = browser.run("const {origin} = location; sessionStorage.clear(); return origin")
+    browser.go("about:blank")
+    browser.devtools("Emulation.clearDeviceMetricsOverride")
+    browser.devtools("Emulation.setEmulatedMedia", features=[])
+    console = [
+        line["message"] for line in browser.log("browser") if line["level"] in "WARNING SEVERE"
+    ]
+    assert not [line for line in console if not re.search(browser.expected, line)]
+    assert {url[: len(origin) + 1] for url in browser.requests()} <= {f"{origin}/", "about:blank"}
+
+
+class Held:
+    """Works until it is released."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+
+    def __call__(self, ctx: Context, req: object) -> DeployTrainedModelResult:
+        while not self.release.wait(0.01):
+            ctx.raise_if_cancelled()
+        return DeployTrainedModelResult("released")
+
+
+def show(page: Browser, app: App, sidecar: Sidecar, **fields: Any) -> int:
+    """Record a model that can be deployed, and choose it on the page."""
+    sidecar.add(THREE)
+    model = app.record(THREE, **fields)
+    page.go(f"{app.url}/admin#model={model}")
+    page.see("None yet.", part=page.find("region", "Deployments"))
+    return model
+
+
+def test_page_lists_the_newest_first_in_human_units(
+    page: Browser, lite: App, tmp_path: Path
+) -> None:
+    sizes = [{"path": "a", "size_bytes": 1_200_000_000}, {"path": "b", "size_bytes": 34_567_890}]
+    plant(str(tmp_path / "gligabao.db"), "older", [])
+    plant(str(tmp_path / "gligabao.db"), "newer", sizes, name="the newer", base_model="minilm")
+    page.go(f"{lite.url}/admin")
+    assert page.text(page.find("h1")) == "Training"
+    newer, older = page.table("Trained models")
+    recorded = newer.pop("Recorded").replace("\u202f", " ")
+    assert recorded == "Jan 2, 2026, 8:34 AM"  # in Kolkata, where the reader is
+    assert [*newer.values()] == ["the newer", "2", "newer", "minilm", "–", "2 files, 1.2 GB"]
+    assert (older["Name"], older["Files"]) == ("older", "0 files, 0 B")
+    assert page.run("return document.querySelector('time').title") == "2026-01-02T03:04:05Z"
+
+
+def test_page_without_models_shows_the_command_to_record(
+    page: Browser, serve: Serve, tmp_path: Path
+) -> None:
+    (tmp_path / "models/trained/job-1").mkdir(parents=True)
+    (tmp_path / "models/trained/job-1/a").write_bytes(b"1")
+    app = serve(sidecar=str(tmp_path / "models"))
+    page.go(f"{app.url}/admin")
+    *curl, body, url = shlex.split(page.text(page.find("pre")))
+    assert (curl, url) == (["curl", "-d"], f"{app.url}{API}/models")
+    assert app("POST", "/models", body.replace("JOB_ID", "job-1").encode()).status == 201
+    page.reload()
+    assert [row["Name"] for row in page.table("Trained models")] == ["job-1"]
+
+
+def test_page_without_training_says_so_and_asks_for_nothing(page: Browser, serve: Serve) -> None:
+    app = serve(training=False)
+    page.go(f"{app.url}/admin")
+    page.see("Training is off", "--training")
+    assert not [url for url in page.requests() if "/v1/" in url]
+
+
+@pytest.mark.parametrize("how", ["a click in its row", "Enter on its name"])
+def test_page_chooses_a_model_and_again_after_a_reload(page: Browser, lite: App, how: str) -> None:
+    for job in ("job-1", "job-2", "job-3"):
+        lite.record(THREE, job)
+    page.go(f"{lite.url}/admin")
+    link = page.find("link", "job-2")
+    if how == "Enter on its name":
+        page.run("arguments[0].focus()", link)
+        page.keys("Enter")
+    else:
+        page.on(page.run("return arguments[0].closest('tr').lastChild", link), "click")
+    current = "return [...document.querySelectorAll('[aria-current=true]')].map(e => e.innerText)"
+    for _ in range(2):
+        page.see("job-2", "trained/job-2", part=page.find("region", "Model actions"))
+        assert (page.run(current), page.run("return location.hash")) == (["job-2"], "#model=2")
+        page.reload()
+
+
+def test_page_shows_facts_files_and_a_dash_for_none(
+    page: Browser, lite: App, sidecar: Sidecar
+) -> None:
+    show(page, lite, sidecar, num_examples=1200, params={"n": 9007199254740993, "lr": 1.0})
+    facts = page.terms("Model actions")
+    assert (facts["Examples"], facts["Job"], facts["Path"]) == ("1,200", "job-1", "trained/job-1")
+    assert {facts[name] for name in ("Base model", "Model size", "Dataset", "Final loss")} == {"–"}
+    assert json.dumps(json.loads(facts["Parameters"])) == '{"n": 9007199254740993, "lr": 1.0}'
+    files = [(*row["File"].split(), row["Size"]) for row in page.table("Files")]
+    sizes = ("8 B", "3 kB", "500 B")
+    assert files == [
+        (f["path"], f["sha256"], size) for f, size in zip(listed(THREE), sizes, strict=True)
+    ]
+    assert page.terms("Deployers")["ok"] == "Does nothing, and says so."
+
+
+def test_page_shows_outcomes_in_their_own_entry(page: Browser, lite: App, sidecar: Sidecar) -> None:
+    page.expected = " 502 "
+    other = lite.record(THREE, "job-2")
+    show(page, lite, sidecar)
+    page.click("button", "Deploy")
+    page.see(*DEPLOYERS, "Does nothing, and says so.", part=page.find("dialog", "Deploy job-1"))
+    good, bad = page.press("ok"), page.press("broken")
+    page.see("completed", "ok-1", " ms", part=good)
+    page.see("failed", "the bucket is on fire", part=bad)
+    page.click("button", "Close")
+    page.see("ok-1", "the bucket is on fire", part=page.find("region", "Deployments"))
+    assert [row["Status"] for row in page.table("Deployments")] == ["failed", "completed"]
+    page.go(f"{lite.url}/admin#model={other}")
+    page.see("None yet.")
+    page.click("button", "Deploy")
+    assert "ok-1" not in page.text(page.find("dialog", "Deploy job-2"))
+
+
+def test_page_takes_presses_while_it_runs_for_one(
+    page: Browser, serve: Serve, sidecar: Sidecar
+) -> None:
+    held = Held()
+    app = serve(trained_model_deployers={"held": held, "ok": ok})
+    model = show(page, app, sidecar)
+    page.click("button", "Deploy")
+    page.see("ok-1", part=page.press("ok"))  # from here on the button stays in its place
+    page.double_click(page.find("button", "Deploy", page.find("listitem", "ok")))
+    page.see("ok-2")
+    status = page.press("held")
+    page.see("running", part=status)
+    page.press("held")
+    page.keys("Enter")
+    assert page.focused() == ("button", "Deploy")
+    assert page.run("return document.activeElement.ariaDisabled") == "true"
+    page.see("ok-4", part=page.press("ok"))
+    held.release.set()
+    page.see("completed", "released", part=status)
+    assert [row["deployer"] for row in app.history(model)] == ["ok", "held", "ok", "ok"]
+
+
+def test_page_sends_options_as_typed(page: Browser, lite: App, sidecar: Sidecar) -> None:
+    model = show(page, lite, sidecar)
+    page.click("button", "Deploy")
+    page.see("completed", part=page.press("echo"))
+    typed = '{"one": 1.0, "big": 9007199254740993}'
+    page.write("Options (JSON)", f" {typed} ")
+    page.see("ok-2", part=page.press("ok"))
+    with_options, without = lite.history(model)
+    assert json.dumps(with_options["options"]) == typed
+    assert without["details"]["options"] is None
+
+
+def test_page_reports_bad_options_and_sends_none(
+    page: Browser, lite: App, sidecar: Sidecar
+) -> None:
+    model = show(page, lite, sidecar)
+    page.click("button", "Deploy")
+    report = """
+        const field = document.activeElement, ids = field.getAttribute("aria-describedby").split(" ");
+        return field.ariaInvalid + ": " + ids.map(id => document.getElementById(id).innerText).join(" ")"""
+    for typed in ("{", "[1]", "null", '"{}"'):
+        page.write("Options (JSON)", typed)
+        page.press("ok")
+        assert page.focused() == ("textbox", "Options (JSON)")
+        assert page.run(report).startswith("true: This is no JSON object")
+    page.write("Options (JSON)", "{}")
+    assert page.run(report).startswith("null: ")
+    page.see("ok-1", part=page.press("ok"))
+    assert len(lite.history(model)) == 1
+
+
+def test_page_keeps_what_runs_when_closed(page: Browser, serve: Serve, sidecar: Sidecar) -> None:
+    warns = "return !dispatchEvent(new Event('beforeunload', {cancelable: true}))"
+    held = Held()
+    show(page, serve(trained_model_deployers={"held": held}), sidecar)
+    page.click("button", "Deploy")
+    page.press("held")
+    page.keys("Escape")
+    assert page.focused() == ("button", "Deploy")
+    assert not page.has("dialog")
+    deployments = page.find("region", "Deployments")
+    page.see("the deployer is working", part=deployments)
+    assert page.run(warns)
+    held.release.set()
+    page.see("completed", "released", part=deployments)
+    assert not page.run(warns)
+
+
+def test_page_follows_the_bytes_then_the_deployer(
+    page: Browser, serve: Serve, sidecar: Sidecar
+) -> None:
+    arrive, held, files = threading.Event(), Held(), {"a": payload(1000), "b": payload(3000)}
+    position = "return arguments[0].position"
+
+    def halting(connection: socket.socket, data: bytes, start: int) -> None:
+        connection.sendall(head(200, f"Content-Length: {len(data)}") + data[:1500])
+        assert arrive.wait(20)
+        connection.sendall(data[1500:])
+
+    sidecar.add(files)
+    sidecar.script["b"] = [halting]
+    app = serve(trained_model_deployers={"held": held})
+    model = app.record(files)
+    with app.start_deploy(model, "held"):
+        page.go(f"{app.url}/admin#model={model}")
+        page.see("running", "2.5 kB of 4 kB, 1 of 2 files")
+        assert page.run(position, page.find("progressbar")) == 0.625
+        arrive.set()
+        page.see("4 kB in 2 files: the deployer is working")
+        assert page.run(position, page.find("progressbar")) == 1
+        held.release.set()
+        page.see("completed", "released")
+
+
+def test_page_says_since_when_without_progress(page: Browser, lite: App, tmp_path: Path) -> None:
+    model = lite.record(THREE)
+    with contextlib.closing(gligabao.open_store(str(tmp_path / "gligabao.db"))) as store:
+        store.record_trained_model_deployment(model, "elsewhere", {})
+    page.go(f"{lite.url}/admin#model={model}")
+    page.see("running", "elsewhere", "since ", part=page.find("region", "Deployments"))
+    seen = "const bar = arguments[0]; return [bar.position, bar.parentNode.querySelector('time').title]"
+    assert page.run(seen, page.find("progressbar")) == [-1, lite.newest(model)["created_at"]]
+
+
+def test_page_audits_each_file_and_what_would_be_fetched(page: Browser, lite: App) -> None:
+    files = {"changed": b"12345", "fine": b"123", "gone": payload(2000), "short": payload(1000)}
+    model = lite.record(files)
+    (lite.root / "job-1").mkdir(parents=True)
+    for name, data in {"changed": b"54321", "fine": b"123", "short": b"1"}.items():
+        (lite.root / "job-1" / name).write_bytes(data)
+    huge = {"job_id": "huge", "files": [{"path": "a", "size_bytes": 2**62}]}
+    lite("POST", "/models", huge)
+    page.go(f"{lite.url}/admin#model={model}")
+    page.click("button", "Audit")
+    page.see("3 kB to fetch", ": they fit", part=page.find("region", "Files"))
+    states = [row["On disk"] for row in page.table("Files")]
+    assert states == ["wrong sha256", "ok", "missing", "wrong size"]
+    page.click("link", "huge")
+    page.see("4,611.7 PB")
+    page.click("button", "Audit")
+    page.see("they do not fit", part=page.find("region", "Files"))
+
+
+def test_page_is_busy_while_it_audits_and_drops_a_late_answer(
+    page: Browser, lite: App, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, audits, audit_model = threading.Event(), [], gligabao.audit_model
+
+    def slow(ctx: Context, root: Path, model: TrainedModel) -> dict[str, Any]:
+        audits.append(model.job_id)
+        assert answer.wait(20)
+        return audit_model(ctx, root, model)
+
+    monkeypatch.setattr(gligabao, "audit_model", slow)
+    lite.record(THREE, "job-2")
+    show(page, lite, sidecar)
+    files = page.find("region", "Files")
+    page.click("button", "Audit")
+    page.click("button", "Audit")
+    assert page.run("return arguments[0].ariaBusy", files) == "true"
+    page.click("link", "job-2")
+    page.see("trained/job-2")
+    until(lambda: audits == ["job-1"])
+    answer.set()
+    got = "return performance.getEntriesByType('resource').some(e => e.name.endsWith('/audit'))"
+    until(lambda: page.run(got))
+    assert "to fetch" not in page.text(files)
+    page.click("button", "Audit")
+    page.see("3.5 kB to fetch", part=files)
+    assert page.run("return arguments[0].ariaBusy", files) is None
+    assert audits == ["job-1", "job-2"]
+
+
+def test_page_deletes_after_saying_what_goes_and_stays(
+    page: Browser, lite: App, sidecar: Sidecar
+) -> None:
+    model = show(page, lite, sidecar)
+    assert lite.deploy(model).status == 200
+    page.click("button", "Delete")
+    page.see("The model goes", "history", "files stay", part=page.find("dialog", "Delete job-1"))
+    page.click("button", "Cancel")
+    assert page.focused() == ("button", "Delete")
+    assert lite("GET", f"/models/{model}").status == 200
+    page.click("button", "Delete")
+    page.click("button", "Delete", page.find("dialog"))
+    page.see("No trained model is recorded yet")
+    assert not page.has("region", "Model actions")
+    assert lite("GET", f"/models/{model}").status == 404
+    assert on_disk(lite.root / "job-1") == THREE
+
+
+def test_page_without_deployers_disables_deploy(
+    page: Browser, serve: Serve, sidecar: Sidecar
+) -> None:
+    show(page, serve(trained_model_deployers={}), sidecar)
+    page.see("No deployer is registered", part=page.find("region", "Deployers"))
+    assert page.run("return arguments[0].disabled", page.find("button", "Deploy"))
+
+
+def passing(tmp_path: Path, sidecar: Sidecar, **options: Any) -> gligabao.Server:
+    """A server that the test stops and starts again."""
+    database = str(tmp_path / "gligabao.db")
+    return gligabao.Server(
+        database=database,
+        training=True,
+        sidecar=sidecar.url,
+        trained_model_deployers=DEPLOYERS,
+        **options,
+    )
+
+
+def test_page_keeps_the_key_for_the_tab_only(
+    page: Browser, tmp_path: Path, sidecar: Sidecar
+) -> None:
+    def enter(key: str) -> None:
+        page.write("API key", key)
+        page.keys("Enter")
+
+    kept = (
+        "return [...Object.values(sessionStorage), ...Object.values(localStorage), document.cookie]"
+    )
+    page.expected = " 401 |ERR_CONNECTION_REFUSED"
+    with passing(tmp_path, sidecar, port=0, api_key="s3cret") as server:
+        plant(str(tmp_path / "gligabao.db"), "job-1", listed(THREE))
+        page.go(f"{server.url}/admin")
+        enter("wrong")
+        page.see("refused")
+        enter("s3cret")
+        page.find("link", "job-1")
+        assert (page.run(kept), page.run("return sessionStorage.length")) == (["s3cret", ""], 1)
+        page.reload()
+        page.click("link", "job-1")
+        page.find("region", "Model actions")
+    with passing(tmp_path, sidecar, port=urlsplit(server.url).port, api_key="an0ther"):
+        page.click("button", "Audit")
+        page.see("refused")
+        enter("an0ther")
+        page.click("button", "Forget key")
+        page.find("textbox", "API key")
+        assert "an0ther" not in page.run(kept)
+
+
+def test_page_outlives_a_server_that_comes_back(
+    page: Browser, tmp_path: Path, sidecar: Sidecar
+) -> None:
+    page.expected = "ERR_CONNECTION_REFUSED"
+    sidecar.add(THREE)
+    with passing(tmp_path, sidecar, port=0) as server:
+        model = plant(str(tmp_path / "gligabao.db"), "job-1", listed(THREE))
+        page.go(f"{server.url}/admin#model={model}")
+        page.click("button", "Deploy")
+    lost = page.press("ok")
+    page.see("connection to the server was lost", "may still have run; see Deployments", part=lost)
+    page.see("The server cannot be reached")
+    with passing(tmp_path, sidecar, port=urlsplit(server.url).port):
+        until(lambda: "cannot be reached" not in page.text())
+        page.see("completed", "ok-1", part=page.press("ok"))
+
+
+@pytest.mark.parametrize("why", ["no sidecar", "a proxy's page"])
+def test_page_shows_why_nothing_was_deployed(
+    page: Browser, serve: Serve, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    page.expected = " 50[23] "
+    if why == "a proxy's page":
+        answer = gligabao._Answer(502, b"<h1>Bad Gateway</h1>", {})
+        monkeypatch.setattr(gligabao._API, "deploy", lambda *_: answer)
+    app = serve(sidecar=None)
+    model = app.record(THREE)
+    page.go(f"{app.url}/admin#model={model}")
+    page.click("button", "Deploy")
+    status = page.press("ok")
+    if why == "a proxy's page":
+        page.see("502", "no JSON", "may still have run; see Deployments", part=status)
+    else:
+        page.see(app.deploy(model).error, part=status)
+    assert page.focused() == ("button", "Deploy")
+    assert page.run("return document.activeElement.ariaDisabled") is None
+
+
+def test_page_shows_a_hostile_model_literally(page: Browser, serve: Serve, tmp_path: Path) -> None:
+    evil = (
+        "</td></table></script><img src='http://127.0.0.1:9/' onerror='ran=1'><script>ran=1</script>"
+        "<style>*{color:red}</style><a href='javascript:ran=1'>{training}&lt;${1}"
+    )
+    app = serve(trained_model_deployers=[gligabao.TrainedModelDeployer("ok", ok, evil)])
+    database = str(tmp_path / "gligabao.db")
+    texts = dict.fromkeys(("name", "base_model", "model_size", "dataset", "path"), evil)
+    files = [{"path": evil, "size_bytes": 1, "sha256": evil}]
+    model = plant(database, f"job{evil}", files, params=json.dumps({evil: evil}), **texts)
+    with contextlib.closing(gligabao.open_store(database)) as store:
+        for status, ref, error in (("completed", evil, ""), ("failed", "", evil)):
+            id = store.record_trained_model_deployment(model, evil, {evil: evil})
+            store.finish_trained_model_deployment(id, status, evil, ref, {evil: evil}, error, 1)
+    page.expected = " 400 "
+    page.go(f"{app.url}/admin#model={model}")
+    page.see("failed", "completed")
+    page.run(OPEN_DETAILS)
+    (row,) = page.table("Trained models")
+    assert {row[column] for column in ("Name", "Base model", "Model size")} == {evil}
+    facts = page.terms("Model actions")
+    assert {facts[name] for name in ("Base model", "Model size", "Dataset", "Path")} == {evil}
+    assert (row["Job"], facts["Job"]) == (f"job{evil}", f"job{evil}")
+    assert json.loads(facts["Parameters"]) == {evil: evil}
+    assert page.table("Files")[0]["File"].split("\n") == [evil, evil]
+    assert page.terms("Deployers") == {"ok": evil}
+    for row in page.table("Deployments"):
+        assert (row["Deployer"], row["Outcome"].split("\n")[0]) == (
+            evil,
+            evil,
+        )  # the ref, the error
+        assert row["Outcome"].count(json.dumps(evil)) == 4  # in details and options
+    page.click("button", "Audit")
+    page.see(f"job{evil}"[:20], part=page.find("status"))
+    page.click("button", "Delete")
+    page.click("button", "Cancel", page.find("dialog", f"Delete {evil}"))
+    page.click("button", "Deploy")
+    assert evil in page.text(page.find("dialog", f"Deploy {evil}"))
+    page.see(f"job{evil}"[:20], part=page.press("ok"))
+    assert page.run("return [typeof ran, document.images.length]") == ["undefined", 0]
+
+
+def test_page_deploys_by_the_keyboard_alone(page: Browser, serve: Serve, sidecar: Sidecar) -> None:
+    def tab_to(role: str, name: str) -> None:
+        for _ in range(20):
+            page.keys("Tab")
+            if page.focused() == (role, name):
+                ring = page.run("return getComputedStyle(document.activeElement).outlineStyle")
+                assert ring == "solid"
+                return
+        pytest.fail(f"Tab does not reach the {role} {name}")
+
+    sidecar.add(THREE)
+    app = serve(trained_model_deployers={"ok": ok})
+    model = app.record(THREE, name="mine")
+    page.go(f"{app.url}/admin")
+    page.find("link", "mine")
+    tab_to("link", "mine")
+    page.keys("Enter")
+    page.find("region", "Model actions")
+    tab_to("button", "Deploy")
+    page.keys("Enter")
+    page.find("dialog", "Deploy mine")
+    tab_to("textbox", "Options (JSON)")
+    page.keys(*'{"by":"hand"}')
+    tab_to("button", "Deploy")
+    page.keys("Enter")
+    page.see("completed", "ok-1", part=page.find("dialog"))
+    page.keys("Escape")
+    assert page.focused() == ("button", "Deploy")
+    page.see("ok-1", part=page.find("region", "Deployments"))
+    assert app.newest(model)["options"] == {"by": "hand"}
+
+
+def test_page_fits_a_phone_without_sideways_scroll(
+    page: Browser, serve: Serve, sidecar: Sidecar
+) -> None:
+    def endless(ctx: Context, req: object) -> None:
+        raise RuntimeError("no" * 2000)
+
+    too_wide = """
+        const scrolls = e => e === document.documentElement || /auto|scroll/.test(getComputedStyle(e).overflowX);
+        const wide = e => e.checkVisibility() && scrolls(e) && e.scrollWidth > e.clientWidth;
+        return [...document.querySelectorAll("*")].filter(wide).map(e => e.outerHTML.slice(0, 80))"""
+    page.expected = " 502 "
+    phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": False}
+    page.devtools("Emulation.setDeviceMetricsOverride", **phone)
+    app = serve(
+        trained_model_deployers=[gligabao.TrainedModelDeployer("d" * 64, endless, "x" * 500)]
+    )
+    files = {"f" * 200: b"1"}
+    sidecar.add(files)
+    texts = dict.fromkeys(("name", "base_model", "model_size", "dataset"), "n" * 400)
+    model = app.record(files, params={"p" * 200: "q" * 200}, **texts)
+    assert app.deploy(model, "d" * 64, {"o" * 200: 1}).status == 502
+    page.go(f"{app.url}/admin#model={model}")
+    page.see("no" * 2000)
+    page.click("button", "Audit")
+    page.see("Every file is in")
+    page.run(OPEN_DETAILS)
+    assert page.run(too_wide) == []
+    page.click("button", "Delete")
+    assert page.run(too_wide) == []
+    page.click("button", "Cancel")
+    page.click("button", "Deploy")
+    page.see("no" * 2000, part=page.press("d" * 64))
+    assert page.run(too_wide) == []
+
+
+def test_page_keeps_focus_and_text_when_it_refreshes(
+    page: Browser, serve: Serve, sidecar: Sidecar
+) -> None:
+    state = """
+        const {activeElement: at} = document, details = document.querySelector("details");
+        return [at.localName, at.value ?? "", at.selectionStart ?? -1, `${getSelection()}`, details.open]"""
+    reads = "return performance.getEntriesByType('resource').filter(e => /deployments$/.test(e.name)).length"
+
+    def refreshed() -> list[Any]:
+        before = page.run(reads)
+        until(lambda: page.run(reads) >= before + 2)  # the first of them may have begun before
+        return list(page.run(state))
+
+    held = Held()
+    app = serve(trained_model_deployers={"held": held, "ok": ok})
+    sidecar.add(THREE)
+    model = app.record(THREE)
+    assert app.deploy(model).status == 200
+    with app.start_deploy(model, "held"):
+        page.go(f"{app.url}/admin#model={model}")
+        page.see("working", "ok-1")
+        page.run("document.querySelector('summary').focus()")
+        page.keys("Enter")
+        page.run("getSelection().selectAllChildren(document.querySelector('td .long'))")
+        assert refreshed() == ["summary", "", -1, "ok-1", True]
+        page.click("button", "Deploy")
+        page.write("Options (JSON)", "half a t")
+        page.run("document.activeElement.setSelectionRange(4, 6)")
+        assert refreshed() == ["textarea", "half a t", 4, " a", True]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_page_follows_the_colour_scheme(page: Browser, lite: App, scheme: str) -> None:
+    chosen = [{"name": "prefers-color-scheme", "value": scheme}]
+    page.devtools("Emulation.setEmulatedMedia", features=chosen)
+    page.go(f"{lite.url}/admin")
+    page.see("No trained model")
+    for part in (page.find("body"), page.find("region", "Trained models")):
+        colours = """
+            let back = arguments[0], {color} = getComputedStyle(back), under;
+            while (/, 0\\)$/.test(under = getComputedStyle(back).backgroundColor)) back = back.parentElement;
+            return [color, under]"""
+        text, back = (max(map(int, re.findall(r"\d+", rgb))) for rgb in page.run(colours, part))
+        assert (text > 200 and back < 60) if scheme == "dark" else (text < 60 and back > 200)
+
+
+def test_page_shows_the_newest_100_deployments(page: Browser, lite: App, tmp_path: Path) -> None:
+    model = lite.record(THREE)
+    with direct(str(tmp_path / "gligabao.db")) as sql:
+        sql(
+            "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 120) INSERT INTO"
+            " gb_trained_model_deployments (trained_model_id, deployer, options, status, error, created_at)"
+            " SELECT ?, 'ok', '{}', 'failed', 'error ' || i, '2026-01-02T03:04:05Z' FROM n",
+            model,
+        )
+    page.go(f"{lite.url}/admin#model={model}")
+    rows = page.table("Deployments")
+    assert [int(row["ID"]) for row in rows] == [*range(120, 20, -1)]
+    assert rows[-1]["Outcome"].startswith("error 21\n")
 
 
 # ---- several servers, and faults at random moments -----------------------------------------------
