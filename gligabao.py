@@ -291,14 +291,13 @@ def _finite(text: str) -> float:
     return number
 
 
-_decode = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite).decode
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str).encode
+_JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def _decode_json(data: bytes) -> Any:
     """Return the value of strict JSON in UTF-8; raises ValueError that says what is wrong."""
     try:
-        value = _decode(data.decode())
+        value = _JSON.decode(data.decode())
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
     except RecursionError:
@@ -441,9 +440,14 @@ class _Answer:
     part: tuple[BinaryIO, int, int] | None = None
 
 
+_ENCODER = json.JSONEncoder(
+    ensure_ascii=False, separators=(",", ":"), check_circular=False, default=str
+)
+
+
 def _json_answer(status: int, value: object, headers: Mapping[str, str] = {}) -> _Answer:
     # Rows that others damaged may hold what JSON does not: bytes become text, lone surrogates "?".
-    text = _encode(value)
+    text = _ENCODER.encode(value)
     headers = {"Content-Type": "application/json", **headers}
     return _Answer(status, text.encode(errors="replace"), headers)
 
@@ -911,12 +915,13 @@ def _stored(text: object, kind: type[Any]) -> Any:
     if text == "{}":
         return {}
     try:
-        value = _decode(text)  # type: ignore[arg-type]
-        if text.count("{") + text.count("[") > 300:  # type: ignore[attr-defined]
+        stripped = str.strip(text)  # type: ignore[arg-type]
+        value, end = _JSON.raw_decode(stripped)
+        if stripped.count("{") + stripped.count("[") > 300:
             _encode_json(value)  # refuses what is nested too deep
     except (ValueError, TypeError, RecursionError):
         return kind()
-    return value if isinstance(value, kind) else kind()
+    return value if end == len(stripped) and isinstance(value, kind) else kind()
 
 
 def _file_from(entry: object) -> TrainedModelFile:
@@ -1718,31 +1723,30 @@ class _SidecarDirectory:
 
 
 class _HashBehind:
-    """A sha256 of what is written to a file, read back and hashed by a second thread."""
+    """A sha256 that a second thread computes, up to 4 blocks behind who writes them."""
 
-    def __init__(self, file: io.FileIO) -> None:
-        self._file = file
-        self._counts: queue.SimpleQueue[int] = queue.SimpleQueue()
+    def __init__(self) -> None:
         self._hash = hashlib.sha256()
+        self._blocks: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(4):
+            self._room.put(None)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        buffer, done = memoryview(bytearray(BLOCK_BYTES)), 0
-        while left := self._counts.get():
-            while left and (
-                count := os.preadv(self._file.fileno(), [buffer[: min(left, BLOCK_BYTES)]], done)
-            ):
-                self._hash.update(buffer[:count])
-                done, left = done + count, left - count
+        while (block := self._blocks.get()) is not None:
+            self._hash.update(block)
+            self._room.put(None)
 
-    def update(self, block: memoryview) -> None:
-        """Count the bytes of a block that was just written."""
-        self._counts.put(len(block))
+    def update(self, block: bytes) -> None:
+        """Add the next block."""
+        self._room.get()
+        self._blocks.put(block)
 
     def hexdigest(self) -> str:
         """Wait for the thread to end; return the digest."""
-        self._counts.put(0)
+        self._blocks.put(None)
         self._thread.join()
         return self._hash.hexdigest()
 
@@ -1770,12 +1774,13 @@ class _Incoming:
         """Append bytes; raises TrainingError for more than recorded, OSError for the disk's."""
         if self._file is None:
             raise ValueError(f"{self.path}: written to outside its download")
-        block = rest = memoryview(data).cast("B")
+        block = bytes(data)  # no copy where it is bytes; the caller may use another buffer again
         if self.received + len(block) > self.size:
             raise _upstream(f"{self.path}: expected {self.size} bytes, got more")
+        self._hash.update(block)
+        rest = memoryview(block)
         while rest:
             rest = rest[self._file.write(rest) :]
-        self._hash.update(block)
         self.received += len(block)
 
     def restart(self) -> None:
@@ -1792,7 +1797,7 @@ class _Incoming:
         """Take the bytes in this block; raises TrainingError for others than are recorded."""
         with io.FileIO(descriptor, "r+") as file:
             self._file, self.received = file, 0
-            self._new_hash = functools.partial(_HashBehind, file) if alone else hashlib.sha256
+            self._new_hash = _HashBehind if alone else hashlib.sha256
             self._hash = self._new_hash()
             try:
                 yield
@@ -1882,6 +1887,16 @@ def _each(
             raise
 
 
+def _look_at(ctx: Context, dir: Path, files: Sequence[_Incoming]) -> None:
+    """Look at every file; at small ones in this thread, as more of them would not pay."""
+    look = functools.partial(_look, dir)
+    if sum(file.size for file in files) > 4 * BLOCK_BYTES:
+        _each(ctx, files, look)
+    else:
+        for file in files:
+            look(ctx, file)
+
+
 @contextlib.contextmanager
 def _locked(ctx: Context, dir: Path) -> Iterator[None]:
     """Hold the lock of `dir`, which guards what is in it, across threads and processes, for one fetch.
@@ -1965,7 +1980,7 @@ def _fetch_locked(
     _leftovers(dir, files, remove=True)
     with ctx.inner(FETCH_TIMEOUT_S) as inner:
         try:
-            _each(inner, files, functools.partial(_look, dir))
+            _look_at(inner, dir, files)
             wanted = [file for file in files if file.state != "ok"]
             missing, free = sum(file.size for file in wanted), shutil.disk_usage(dir.parent).free
             if missing > free:
@@ -2006,7 +2021,7 @@ def fetch_model_files(
     try:
         # Reading needs no lock, as real names never hold half a file: what is complete deploys
         # where nothing can be written, and deployments of a model that is there wait for nobody.
-        _each(ctx, files, functools.partial(_look, dir))
+        _look_at(ctx, dir, files)
         if progress.complete and not _leftovers(dir, files, remove=False):
             return
         dir.parent.mkdir(parents=True, exist_ok=True)
