@@ -8,16 +8,21 @@ GLIGABAO_TEST_POSTGRES names; with GLIGABAO_TEST_REQUIRE=1 nothing is skipped fo
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import http.client
 import inspect
+import itertools
 import json
 import logging
 import os
+import platform
+import py_compile
 import random
 import re
 import shlex
@@ -26,12 +31,13 @@ import signal
 import socket
 import sqlite3
 import stat
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -3006,7 +3012,7 @@ def test_sidecar_command_serves_a_directory_with_its_token(
         model = app("POST", "/models", {"job_id": "job-1"}).json["id"]
         assert app.deploy(model).status == 200
         wrong = serve(sidecar=url, sidecar_token="tok-2", database=str(tmp_path / "other.db"))
-        assert "got status 401" in wrong("POST", "/models", {"job_id": "job-2"}).error
+        assert "got 401" in wrong("POST", "/models", {"job_id": "job-2"}).error
 
 
 def test_deploy_command_prints_the_stored_deployment(
@@ -4467,3 +4473,489 @@ def test_readmes_promises_are_kept_by_tests_that_exist() -> None:
     named = re.findall(r"`(test_\w+)`", README)
     assert len(named) > 10
     assert [name for name in named if name not in globals()] == []
+
+
+# ---- the benchmark -------------------------------------------------------------------------------
+# `python test_gligabao.py bench [ROW ...]`: gligabao and its rivals in turn, round after round, each in
+# processes of its own, on loopback and with warm caches: what is compared is the work, not the disk.
+
+MIB = 1 << 20
+ONE = {"model.safetensors": 1024 * MIB}
+SHARDS = {f"model-{n:05}-of-00016.safetensors": 64 * MIB for n in range(1, 17)}
+SMALL = {"tokenizer.json": 2 * MIB} | {f"{n}.json": n * 1024 for n in range(1, 6)}
+ADAPTER = {"adapter_model.safetensors": 160 * MIB} | SMALL
+DEPLOYMENTS = f"{API}/models/1/deployments"
+DEPLOY = {"deployer": "nothing"}
+Load = tuple[float, float, float]  # answers a second; median and 99th of the latencies in ms
+Ways = dict[str, Callable[[], float]]  # each does the same in another way, and returns the seconds
+# A fetch as any program makes it; it waits for a line, so that the start of Python is not measured.
+FETCH = """
+import json, pathlib, sys, gligabao
+url, dir, files = json.loads(sys.argv[1])
+files = tuple(gligabao.TrainedModelFile(**file) for file in files)
+model = gligabao.TrainedModel(1, "bench", "bench", files=files)
+fetcher = gligabao.SidecarClient(url)
+print("ready", flush=True)
+sys.stdin.readline()
+gligabao.fetch_model_files(gligabao.Context(), fetcher, model, pathlib.Path(dir))
+print("done", flush=True)
+"""
+SERVE = "import gligabao; gligabao.main(trained_model_deployers={'nothing': lambda ctx, req: None})"
+NGINX = """
+daemon off; master_process off; pid nginx.pid; error_log stderr; events { }
+http {
+  access_log off; sendfile on; client_body_temp_path t1; proxy_temp_path t2; fastcgi_temp_path t3;
+  uwsgi_temp_path t4; scgi_temp_path t5;
+  server {
+    listen 127.0.0.1:%d; root %s; location = /health { return 200; }
+    location = /models/file { try_files /$arg_model_path/$arg_file =404; }
+  }
+}
+"""
+PLANT = """
+WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < ?)
+INSERT INTO gb_trained_model_deployments (trained_model_id, deployer, options, status, dir, ref, details,
+    duration_ms, created_at, completed_at)
+SELECT ?, 'cluster', '{"replicas":2,"region":"eu-west-1"}', 'completed', '/srv/models/job-1', 'deploy-' || n,
+    '{"url":"https://models.example/' || n || '","revision":' || n || '}', 812,
+    '2026-01-02T03:04:05.678901Z', '2026-01-02T03:04:06.490123Z' FROM numbers
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def asking(path: str, body: object = None) -> bytes:
+    data = b"" if body is None else json.dumps(body).encode()
+    method, host = "GET" if body is None else "POST", "Host: localhost"
+    return (
+        f"{method} {path} HTTP/1.1\r\n{host}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+    )
+
+
+def exchanges(port: int, request: bytes) -> Iterator[float]:
+    """Send a request again and again over one connection; yield the seconds that each answer took."""
+    address = "127.0.0.1", port
+    with socket.create_connection(address, 120) as link, link.makefile("rb") as reader:
+        while True:
+            begun, length = time.perf_counter(), 0
+            link.sendall(request)
+            status = reader.readline()
+            while (line := reader.readline()).strip():
+                if line.lower().startswith(b"content-length:"):
+                    length = int(line[15:])
+            body = reader.read(length)
+            if b" 20" not in status:
+                raise ConnectionError(f"the answer was {status[:80]!r} {body[:200]!r}")
+            yield time.perf_counter() - begun
+
+
+def load(port: int, request: bytes, clients: int, seconds: float) -> Load:
+    """Ask from so many threads, each with a connection that it keeps."""
+    end = time.perf_counter() + seconds
+
+    def ask(_: object) -> list[float]:
+        answers = exchanges(port, request)
+        return list(itertools.takewhile(lambda _: time.perf_counter() < end, answers))
+
+    with ThreadPoolExecutor(clients) as pool:
+        taken = sorted(1000 * each for client in pool.map(ask, range(clients)) for each in client)
+    return len(taken) / seconds, statistics.median(taken), taken[len(taken) * 99 // 100]
+
+
+def load_by_wrk(port: int, clients: int, seconds: int) -> Load:
+    """Do the same with wrk, which leaves more of the processor to the server."""
+    command = ["wrk", "-t1", f"-c{clients}", f"-d{seconds}", "--latency"]
+    command.append(f"http://127.0.0.1:{port}{DEPLOYMENTS}")
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    latency = re.findall(r"(?:50|99)% +([\d.]+)(us|ms|s)\n", text)
+    if len(latency) != 2 or "Non-2xx" in text or "Socket errors" in text:
+        raise ConnectionError(f"wrk says {text}")
+    median, worst = (
+        float(number) * {"us": 0.001, "ms": 1, "s": 1000}[unit] for number, unit in latency
+    )
+    return float(text.partition("Requests/sec:")[2].split()[0]), median, worst
+
+
+def resident(pid: int, field: str = "VmRSS") -> float:
+    """Return the MiB of memory that a process holds, or the most that it held (VmHWM, on Linux only)."""
+    with contextlib.suppress(FileNotFoundError):
+        text = Path(f"/proc/{pid}/status").read_text()
+        return int(text.partition(f"{field}:")[2].split()[0]) / 1024
+    return int(subprocess.check_output(["ps", "-o", "rss=", "-p", str(pid)])) / 1024
+
+
+class Bench:
+    """One run: where its files lie, what serves them, and what was found."""
+
+    def __init__(self, home: Path, records: Path, quick: bool) -> None:
+        self.home, self.records, self.quick = home, records, quick
+        self.fetched = home / "fetched" / "bench"
+        self.sidecar, self.row = "", "start"
+        self.lines: list[tuple[str, ...]] = []
+        self.held = contextlib.ExitStack()  # ends what the row started
+        self.begun = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Show what is going on, in a line that is overwritten on a terminal."""
+        start, end = ("\r", "\x1b[K") if sys.stderr.isatty() else ("", "\n")
+        line = f"{start}{time.monotonic() - self.begun:4.0f} s  {self.row}: {text}{end}"
+        print(line, end="", file=sys.stderr, flush=True)
+
+    def report(self, what: str, values: Sequence[float], unit: str, ratio: float = 1) -> None:
+        """Add a line to the table: the median of the values, and their range."""
+        median, least, most = (
+            f"{value:,.{0 if value >= 100 else 1}f}"
+            for value in (statistics.median(values), min(values), max(values))
+        )
+        spread = f"{least} to {most} ({len(values)})" if len(values) > 1 else ""
+        shown = "" if ratio == 1 else f"{ratio:.2f}"
+        self.lines.append((self.row, what, f"{median} {unit}", spread, shown))
+
+    def report_loads(self, what: str, loads: Sequence[Load]) -> None:
+        rates, medians, worst = zip(*loads, strict=True)
+        self.report(what, rates, "/s")
+        self.report("  latency, median", medians, "ms")
+        self.report("  latency, 99th", worst, "ms")
+
+    def compare(self, ways: Ways, size: int = 0, rounds: int = 5, clean: bool = False) -> None:
+        """Take each way in turn, round after round; report MiB/s of `size` bytes, or milliseconds."""
+        taken: dict[str, list[float]] = {name: [] for name in ways}
+        rounds = 2 if self.quick else rounds
+        for n, (name, way) in itertools.product(range(1, rounds + 1), ways.items()):
+            if sum(taken[name]) > 8:
+                continue  # a slow rival must not take the other rows' time
+            self.say(f"round {n} of {rounds}, {name}")
+            if clean:
+                self.empty()
+            taken[name].append(way())
+        ours = statistics.median(next(iter(taken.values())))
+        for name, seconds in taken.items():
+            values = [size / MIB / each if size else each * 1000 for each in seconds]
+            self.report(name, values, "MiB/s" if size else "ms", statistics.median(seconds) / ours)
+
+    def child(self, *command: object, **options: Any) -> subprocess.Popen[str]:
+        """Start a process that ends with the row."""
+        words = [str(word) for word in command]
+        log = self.held.enter_context((self.records / "log").open("a"))
+        process = subprocess.Popen(words, cwd=HERE, text=True, stderr=log, **options)
+        self.held.callback(process.wait)
+        self.held.callback(process.kill)
+        return process
+
+    def answering(self, port: int, *command: object) -> tuple[subprocess.Popen[str], float]:
+        """Start a server; return its process, and the seconds to its first answer."""
+        begun = time.perf_counter()
+        process = self.child(*command, stdout=subprocess.DEVNULL)
+        while process.poll() is None and time.perf_counter() < begun + 20:
+            with contextlib.suppress(ConnectionRefusedError):
+                next(exchanges(port, asking("/health")))
+                return process, time.perf_counter() - begun
+            time.sleep(0.001)
+        raise ConnectionError(f"no answer: {(self.records / 'log').read_text()[-500:]}")
+
+    def server(self, *counts: int, folder: Path | None = None) -> tuple[int, int]:
+        """Start gligabao with models that were deployed so many times; return its port and pid."""
+        database, port = self.records / f"{self.row}.db", free_port()
+        files = [{"path": path, "size_bytes": size} for path, size in ADAPTER.items()]
+        with contextlib.closing(gligabao.open_store(str(database))) as store:
+            for count in counts:
+                body = {"job_id": f"job-{count}", "files": files}
+                gligabao.record_model(gligabao.Context(), store, None, body)
+        with contextlib.closing(sqlite3.connect(database)) as connection, connection:
+            connection.executemany(PLANT, [(count, id) for id, count in enumerate(counts, 1)])
+        command = [sys.executable, "-c", SERVE, "serve", "--training", "--port", port]
+        command += ["--database", database, "--sidecar", self.sidecar]
+        command += ["--trained-model-deploy-dir", folder or self.fetched.parent]
+        return port, self.answering(port, *command)[0].pid
+
+    def model(self, sizes: Mapping[str, int], job: str = "bench") -> list[dict[str, Any]]:
+        """Put a model of random bytes where the sidecar serves it; return the list of its files."""
+        self.say("making random files")
+        files, folder = [], self.home / "trained" / job
+        folder.mkdir(parents=True)
+        for path, size in sizes.items():
+            left = size = size // 16 if self.quick else size
+            digest = hashlib.sha256()
+            with (folder / path).open("wb") as file:
+                while left:
+                    data = os.urandom(min(left, 4 * MIB))
+                    digest.update(data)
+                    left -= file.write(data)
+            files.append({"path": path, "size_bytes": size, "sha256": digest.hexdigest()})
+        return files
+
+    def empty(self) -> None:
+        """Remove what was fetched."""
+        shutil.rmtree(self.fetched, ignore_errors=True)
+        self.fetched.mkdir(parents=True)
+
+    def fetch(self, files: Sequence[object], url: str = "") -> float:
+        """Fetch and verify files with gligabao; return the seconds from the word to go to the end."""
+        given = json.dumps([url or self.sidecar, str(self.fetched), files])
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with self.child(sys.executable, "-c", FETCH, given, **pipes) as process:
+            assert process.stdin and process.stdout
+            process.stdout.readline()
+            begun = time.perf_counter()
+            process.stdin.write("\n")
+            process.stdin.flush()
+            done, seconds = process.stdout.readline(), time.perf_counter() - begun
+        if not done:
+            raise RuntimeError(f"the fetch failed: {(self.records / 'log').read_text()[-500:]}")
+        return seconds
+
+    def run(self, *commands: Sequence[str]) -> float:
+        """Run rivals, one after the other, where the fetched files are; return the seconds."""
+        begun = time.perf_counter()
+        for command in commands:
+            subprocess.run(command, cwd=self.fetched, check=True, stdout=subprocess.DEVNULL)
+        return time.perf_counter() - begun
+
+
+def files_row(b: Bench, sizes: Mapping[str, int], *, fetch: bool) -> None:
+    files = b.model(sizes)
+    b.empty()
+    sums = b.home / "sums"
+    sums.write_text("".join(f"{file['sha256']}  {file['path']}\n" for file in files))
+    hashing = {"sha256sum": ["-c", str(sums)], "openssl": ["dgst", "-sha256", *sizes]}
+    found = {name: [name, *words] for name, words in hashing.items() if shutil.which(name)}
+    ours = functools.partial(b.fetch, files)
+    ways: Ways = {"gligabao": ours}
+    if not fetch:
+        ours()
+        ways |= {name: functools.partial(b.run, command) for name, command in found.items()}
+    elif shutil.which("curl"):
+        base = f"{b.sidecar}/models/file?model_path=trained/bench&file="
+        curl = ["curl", "-sf", *(word for path in sizes for word in ("-o", path, base + path))]
+        ways["curl, not verified"] = functools.partial(b.run, curl)
+        for name, command in found.items():
+            ways[f"curl, then {name}"] = functools.partial(b.run, curl, command)
+    b.compare(ways, sum(file["size_bytes"] for file in files), clean=fetch)
+
+
+def throttled(b: Bench) -> None:
+    sidecar, rate, block = Sidecar(), 20 * MIB, MIB // 4
+    b.held.callback(sidecar.close)
+    content = {f"{n}": os.urandom((2 if b.quick else 20) * MIB) for n in range(8)}
+    sidecar.add(content, "bench")
+
+    def slow(connection: socket.socket, data: bytes, start: int) -> None:
+        connection.sendall(head(200, f"Content-Length: {len(data)}"))
+        begun = time.monotonic()
+        for at in range(0, len(data), block):
+            time.sleep(max(0, begun + at / rate - time.monotonic()))
+            connection.sendall(data[at : at + block])
+
+    sidecar.script = {path: [slow] * 100 for path in content}
+    files = listed(content)
+    ways: Ways = {
+        "gligabao, eight files": lambda: b.fetch(files, sidecar.url),
+        "one at a time": lambda: sum(b.fetch([file], sidecar.url) for file in files),
+    }
+    b.compare(ways, sum(map(len, content.values())), rounds=3, clean=True)
+
+
+def requests(b: Bench) -> None:
+    port, _ = b.server(20)
+    seconds = 1 if b.quick else 2
+    found: dict[int, list[Load]] = {1: [], 16: [], 64: []}
+    for n, clients in itertools.product(range(1, 4), found):
+        b.say(f"round {n} of 3, {clients} connections")
+        if shutil.which("wrk"):
+            found[clients].append(load_by_wrk(port, clients, seconds))
+        else:
+            found[clients].append(load(port, asking(DEPLOYMENTS), clients, seconds))
+    for clients, loads in found.items():
+        b.report_loads(f"{clients} connections", loads)
+
+
+def storm(b: Bench) -> None:
+    port, _ = b.server(20)
+    rounds, start = 2 if b.quick else 20, threading.Barrier(200)
+    slowest, failures = [], 0
+
+    def ask(_: object) -> float:
+        start.wait()
+        begun = time.perf_counter()
+        with contextlib.suppress(OSError):
+            next(exchanges(port, asking(DEPLOYMENTS)))
+            return 1000 * (time.perf_counter() - begun)
+        return 0
+
+    with ThreadPoolExecutor(200) as pool:
+        for n in range(1, rounds + 1):
+            b.say(f"round {n} of {rounds}")
+            taken = list(pool.map(ask, range(200)))
+            failures += taken.count(0)
+            slowest.append(max(taken))
+    b.report("200 at once, the slowest", slowest, "ms")
+    b.report("failures", [failures], f"of {200 * rounds}")
+
+
+def small(b: Bench) -> None:
+    port, _ = b.server()
+    files = b.model({f"{n}.json": 1024 for n in range(3)})
+    next(exchanges(port, asking(f"{API}/models", {"job_id": "bench", "files": files})))
+    request = asking(DEPLOYMENTS, DEPLOY)
+    next(exchanges(port, request))
+    for clients in (1, 16):
+        b.say(f"{clients} clients")
+        b.report_loads(f"{clients} at once", [load(port, request, clients, 1 if b.quick else 3)])
+
+
+def million(b: Bench) -> None:
+    counts = 10_000 if b.quick else 1_000_000, 1_000
+    b.say("planting the deployments")
+    port, _ = b.server(*counts)
+
+    def newest(model: int) -> float:
+        answers = exchanges(port, asking(f"{API}/models/{model}/deployments"))
+        return statistics.median(itertools.islice(answers, 100))
+
+    names = [f"newest 100 of {count:,}" for count in counts]
+    b.compare({name: functools.partial(newest, id) for id, name in enumerate(names, 1)})
+
+
+def start(b: Bench) -> None:
+    installed = shutil.copy(HERE / "gligabao.py", b.records / "gligabao.py")
+    py_compile.compile(
+        str(installed)
+    )  # as pip does; what is run as a file is compiled at every start
+    code = f"import sys; sys.path.insert(0, {str(b.records)!r}); import gligabao; gligabao.main()"
+    python, idle = sys.executable, dict[str, list[float]]()
+
+    def serve(name: str, *words: str) -> float:
+        port, database = free_port(), b.records / "db"
+        options = "serve", "--training", "--port", port, "--database", database
+        process, seconds = b.answering(port, python, *words, *options)
+        idle.setdefault(name, []).append(resident(process.pid))
+        process.kill()
+        process.wait()
+        return seconds
+
+    names = {"gligabao, installed": ("-c", code), "python gligabao.py": ("gligabao.py",)}
+    ways: Ways = {name: functools.partial(serve, name, *words) for name, words in names.items()}
+    b.empty()
+    b.compare(ways | {"python -c pass": lambda: b.run([python, "-c", "pass"])}, rounds=10)
+    for name, values in idle.items():
+        b.report(f"  resident, {name}", values, "MiB")
+
+
+def memory(b: Bench) -> None:
+    size = (256 if b.quick else 4096) * MIB
+    roomy = [path for path in (b.home, b.records) if shutil.disk_usage(path).free > size + 64 * MIB]
+    if not roomy:
+        raise OSError(f"there is no room for {size // MIB} MiB")
+    port, pid = b.server(folder=roomy[0] / "fetched")
+    small = b.model({"a": 1024})
+    b.say("hashing zeros")
+    zeros, digest = bytes(MIB), hashlib.sha256()
+    for _ in range(size // MIB):
+        digest.update(zeros)
+    source = b.home / "trained" / "large" / "zeros"
+    source.parent.mkdir()
+    source.touch()
+    os.truncate(source, size)  # takes no space
+    large = [{"path": "zeros", "size_bytes": size, "sha256": digest.hexdigest()}]
+    for job, files in (("large", large), ("bench", small)):
+        next(exchanges(port, asking(f"{API}/models", {"job_id": job, "files": files})))
+    b.say(f"fetching {size // MIB} MiB")
+    next(exchanges(port, asking(DEPLOYMENTS, DEPLOY)))
+    shutil.rmtree(roomy[0] / "fetched")
+    b.report(f"after a fetch of {size // MIB} MiB", [resident(pid)], "MiB")
+    b.report("  at its peak", [resident(pid, "VmHWM")], "MiB")
+    b.say("1,000 deployments")
+    deployments = exchanges(port, asking(f"{API}/models/2/deployments", DEPLOY))
+    for _ in itertools.islice(deployments, 1000):
+        pass
+    b.report("after 1,000 deployments", [resident(pid)], "MiB")
+
+
+ROWS: dict[str, Callable[[Bench], None]] = {
+    "fetch-1g": functools.partial(files_row, sizes=ONE, fetch=True),
+    "adapter": functools.partial(files_row, sizes=ADAPTER, fetch=True),
+    "shards": functools.partial(files_row, sizes=SHARDS, fetch=True),
+    "throttled": throttled,
+    "verify-1g": functools.partial(files_row, sizes=ONE, fetch=False),
+    "verify-shards": functools.partial(files_row, sizes=SHARDS, fetch=False),
+    **{row.__name__: row for row in (requests, storm, small, million, start, memory)},
+}
+
+
+def file_server(b: Bench) -> str:
+    """Start what serves the files; say what it is."""
+    port, config = free_port(), b.records / "nginx.conf"
+    b.sidecar = f"http://127.0.0.1:{port}"
+    if shutil.which("nginx"):
+        config.write_text(NGINX % (port, b.home))
+        b.answering(port, "nginx", "-p", b.records, "-c", config)
+        return "nginx, one process"
+    b.answering(port, sys.executable, "gligabao.py", "sidecar", b.home, "--port", port)
+    return "gligabao's own sidecar, which leaves less of the processor than nginx"
+
+
+def machine() -> str:
+    """Say what the figures depend on."""
+    processor = platform.processor()
+    with contextlib.suppress(OSError, IndexError):
+        processor = re.findall("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text())[0]
+    cores = f"{os.cpu_count()} cores (load {os.getloadavg()[0]:.1f} at the start)"
+    return f"{processor}, {cores}, Python {platform.python_version()}, {platform.platform()}."
+
+
+def bench(argv: list[str]) -> int:
+    shm = Path("/dev/shm")
+    home = shm if shm.is_dir() and shutil.disk_usage(shm).free > 3 * 1024 * MIB else None
+    parser = argparse.ArgumentParser("test_gligabao.py bench", description="Measure gligabao.")
+    parser.add_argument("rows", metavar="ROW", nargs="*", help="what to measure (every row)")
+    parser.add_argument("--list", action="store_true", help="name the rows, and end")
+    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds: to try it")
+    parser.add_argument("--dir", default=home, help="where files lie (%(default)s)")
+    options = parser.parse_args(argv)
+    if unknown := set(options.rows) - set(ROWS):
+        parser.error(f"there is no row {', '.join(sorted(unknown))}, only {', '.join(ROWS)}")
+    if options.list:
+        print(*ROWS, sep="\n")
+        return 0
+    rivals = "curl", "sha256sum", "openssl", "wrk", "nginx"
+    os.environ["PATH"] = os.environ.get("PATH", os.defpath) + ":/usr/sbin"  # nginx, on Debian
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end what was started
+    facts, failed = [machine()], False
+    with (
+        tempfile.TemporaryDirectory(prefix="gligabao-bench-", dir=options.dir) as files,
+        tempfile.TemporaryDirectory(prefix="gligabao-bench-") as records,
+        contextlib.ExitStack() as held,
+    ):
+        b = Bench(Path(files), Path(records), options.quick)
+        b.held = held
+        facts.append(f"Files lie in {files}, served by {file_server(b)}; the records in {records}.")
+        client = "wrk" if shutil.which("wrk") else "Python, which takes more of the processor"
+        facts.append(f"Lists are asked for by {client}; a fetch begins when Python has started.")
+        if missing := [program for program in rivals if not shutil.which(program)]:
+            facts.append(f"Not found: {', '.join(missing)}.")
+        for b.row in options.rows or ROWS:
+            with contextlib.ExitStack() as b.held:
+                try:
+                    ROWS[b.row](b)
+                except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+                    b.lines.append((b.row, f"failed: {error}", "", "", ""))
+                    failed = True
+            for folder in (b.home / "trained", b.home / "fetched", b.records / "fetched"):
+                shutil.rmtree(folder, ignore_errors=True)
+        b.say("the end")
+    print(*facts, sep="\n", end="\n\n")
+    table = [("row", "what", "median", "range (rounds)", "x"), *b.lines]
+    for above, (row, what, median, spread, ratio) in zip([("",), *table], table, strict=False):
+        shown = "" if row == above[0] else row
+        print(f"{shown:14}{what:32}{median:>14}  {spread:>22}  {ratio:>6}".rstrip())
+    print("\nx: how many times as fast the first line of the row is, by the medians.")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] != ["bench"]:
+        sys.exit("python test_gligabao.py bench measures; python -m pytest tests")
+    sys.exit(bench(sys.argv[2:]))
