@@ -902,6 +902,13 @@ def _storable(text: str) -> str:
     return _UNSTORABLE.sub("\ufffd", text)
 
 
+def _column(value: object) -> object:
+    """Return what is stored for a value: JSON for an object or a list, a text that can be stored."""
+    if isinstance(value, dict | list):
+        return _encode_json(value)
+    return _storable(value) if isinstance(value, str) else value
+
+
 def _utc(moment: datetime.datetime) -> str:
     return moment.astimezone(datetime.UTC).isoformat().replace("+00:00", "Z")
 
@@ -964,7 +971,8 @@ class _Store:
         Mapping[str, str]
     ]  # what the columns of the tables are called in this database
 
-    def _rows(self, sql: str, values: Sequence[Any] = (), *, write: bool = False) -> list[Any]:
+    def _rows(self, sql: str, *values: object) -> list[Any]:
+        """Run one statement; return the rows it reads, or those it wrote and RETURNs."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -990,80 +998,63 @@ class _Store:
 
     def record_trained_model(self, fields: Json) -> TrainedModel | None:
         """Store a model with these columns; return it, or None when its job is recorded already."""
-        values = [fields[name] for name in _MODEL_KEYS[1:-1]]
         rows = self._rows(
             "INSERT INTO gb_trained_models (name, job_id, base_model, model_size, dataset,"
             " num_examples, num_train_steps, final_loss, params, path, files, created_at)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
             f" ON CONFLICT (job_id) DO NOTHING RETURNING {_MODEL_COLUMNS}",
-            [
-                *(
-                    _encode_json(value) if isinstance(value, dict | list) else value
-                    for value in values
-                ),
-                _now(),
-            ],
-            write=True,
+            *(fields[name] for name in _MODEL_KEYS[1:-1]),
+            _now(),
         )
         return _model_from(rows[0]) if rows else None
 
     def get_trained_model(self, id: int) -> TrainedModel | None:
         """Return the model, or None when there is none with this id."""
-        rows = self._rows(f"SELECT {_MODEL_COLUMNS} FROM gb_trained_models WHERE id = ?", [id])
+        rows = self._rows(f"SELECT {_MODEL_COLUMNS} FROM gb_trained_models WHERE id = ?", id)
         return _model_from(rows[0]) if rows else None
 
     def list_trained_models(self, limit: int = 100) -> list[TrainedModel]:
         """Return the newest models first, at most `limit`."""
-        rows = self._rows(
-            f"SELECT {_MODEL_COLUMNS} FROM gb_trained_models ORDER BY id DESC LIMIT ?", [limit]
-        )
-        return [_model_from(row) for row in rows]
+        sql = f"SELECT {_MODEL_COLUMNS} FROM gb_trained_models ORDER BY id DESC LIMIT ?"
+        return [_model_from(row) for row in self._rows(sql, limit)]
 
     def delete_trained_model(self, id: int) -> bool:
         """Delete the model and its deployments; return whether there was one."""
-        return bool(
-            self._rows("DELETE FROM gb_trained_models WHERE id = ? RETURNING id", [id], write=True)
-        )
+        return bool(self._rows("DELETE FROM gb_trained_models WHERE id = ? RETURNING id", id))
 
     def record_trained_model_deployment(self, model_id: int, deployer: str, options: Json) -> int:
         """Store a new deployment as running; return its id."""
-        rows = self._rows(
-            "INSERT INTO gb_trained_model_deployments"
-            " (trained_model_id, deployer, options, status, created_at)"
-            " VALUES (?, ?, ?, 'running', ?) RETURNING id",
-            [model_id, deployer, _encode_json(options), _now()],
-            write=True,
+        sql = (
+            "INSERT INTO gb_trained_model_deployments (trained_model_id, deployer, options, status,"
+            " created_at) VALUES (?, ?, ?, 'running', ?) RETURNING id"
         )
-        return int(rows[0][0])
+        return int(self._rows(sql, model_id, deployer, options, _now())[0][0])
 
     def finish_trained_model_deployment(
         self, id: int, status: str, dir: str, ref: str, details: Json, error: str, duration_ms: int
     ) -> Json | None:
         """Store how a deployment ended; return it, or None when it is gone. May be tried again."""
-        rows = self._rows(
+        sql = (
             "UPDATE gb_trained_model_deployments SET status = ?, dir = ?, ref = ?, details = ?,"
-            " error = ?, duration_ms = ?,"
-            f" completed_at = ? WHERE id = ? RETURNING {_DEPLOYMENT_COLUMNS}",
-            [status, dir, ref, _encode_json(details), error, duration_ms, _now(), id],
-            write=True,
+            " error = ?, duration_ms = ?, completed_at = ? WHERE id = ?"
+            f" RETURNING {_DEPLOYMENT_COLUMNS}"
         )
+        rows = self._rows(sql, status, dir, ref, details, error, duration_ms, _now(), id)
         return _deployment_from(rows[0]) if rows else None
 
     def get_trained_model_deployment(self, id: int) -> Json | None:
         """Return the deployment, or None when there is none with this id."""
-        rows = self._rows(
-            f"SELECT {_DEPLOYMENT_COLUMNS} FROM gb_trained_model_deployments WHERE id = ?", [id]
-        )
+        sql = f"SELECT {_DEPLOYMENT_COLUMNS} FROM gb_trained_model_deployments WHERE id = ?"
+        rows = self._rows(sql, id)
         return _deployment_from(rows[0]) if rows else None
 
     def list_trained_model_deployments(self, model_id: int, limit: int = 100) -> list[Json]:
         """Return the model's newest deployments first, at most `limit`."""
-        rows = self._rows(
+        sql = (
             f"SELECT {_DEPLOYMENT_COLUMNS} FROM gb_trained_model_deployments"
-            " WHERE trained_model_id = ? ORDER BY id DESC LIMIT ?",
-            [model_id, limit],
+            " WHERE trained_model_id = ? ORDER BY id DESC LIMIT ?"
         )
-        return [_deployment_from(row) for row in rows]
+        return [_deployment_from(row) for row in self._rows(sql, model_id, limit)]
 
 
 class _SQLite(_Store):
@@ -1112,13 +1103,13 @@ class _SQLite(_Store):
                     raise
                 time.sleep(0.05)
 
-    def _rows(self, sql: str, values: Sequence[Any] = (), *, write: bool = False) -> list[Any]:
-        lock = self._locks[write]
+    def _rows(self, sql: str, *values: object) -> list[Any]:
+        write = not sql.startswith("SELECT")
+        lock, connection = self._locks[write], self._connections[write]
         if not lock.acquire(timeout=BUSY_TIMEOUT_S):
             raise TrainingError("internal", f"the database was busy for {BUSY_TIMEOUT_S} s")
         try:
-            given = [_storable(value) if isinstance(value, str) else value for value in values]
-            connection = self._connections[write]
+            given = [_column(value) for value in values]
             try:
                 return connection.execute(sql, given).fetchall()
             except sqlite3.OperationalError as error:
@@ -1198,8 +1189,8 @@ class _PostgreSQL(_Store):
         finally:
             self._idle.put(None if connection is None or connection.closed else connection)
 
-    def _rows(self, sql: str, values: Sequence[Any] = (), *, write: bool = False) -> list[Any]:
-        given = [_storable(value) if isinstance(value, str) else value for value in values]
+    def _rows(self, sql: str, *values: object) -> list[Any]:
+        given = [_column(value) for value in values]
         try:
             with self._connection() as connection:
                 rows = connection.execute(sql.replace("?", "%s"), given).fetchall()
