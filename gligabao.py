@@ -467,6 +467,13 @@ def _error_answer(error: Exception) -> _Answer:
     return _json_answer(500, {"error": f"internal error, {type(error).__name__}: see the log"})
 
 
+def _secret(value: str | None, what: str) -> str | None:
+    """Return a key or token, None for an empty one; raises ValueError for what no header carries."""
+    if value and not (isinstance(value, str) and re.fullmatch("[ -~]+", value)):
+        raise ValueError(f"{what} must be printable ASCII")
+    return value or None
+
+
 @functools.lru_cache(64)
 def _is_loopback(host: str) -> bool:
     if host.lower() == "localhost":
@@ -688,7 +695,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if self.command == "HEAD":
                 self.connection.sendall(head)
                 return
-            self.connection.sendall(head + answer.body)
+            data = memoryview(head + answer.body)
+            for at in range(0, len(data), BLOCK_BYTES):  # each with a time-out of its own
+                self.connection.sendall(data[at : at + BLOCK_BYTES])
             if count and self.connection.sendfile(file, offset, count) < count:
                 self.close_connection = True  # the file shrank: nobody waits for the rest
 
@@ -853,14 +862,12 @@ def resolve_deployers(registry: Registry | None) -> list[TrainedModelDeployer]:
 
     if isinstance(registry, Mapping):
         registry = [
-            TrainedModelDeployer(
-                name,
-                deploy,
-                (getattr(deploy, "__doc__", None) or "").strip().partition("\n")[0].strip(),
-            )
+            TrainedModelDeployer(name, deploy, str(deploy.__doc__ or "").strip().partition("\n")[0])
             for name, deploy in registry.items()
         ]
-    deployers = list(registry or ())
+    if not isinstance(registry, Iterable | None):
+        raise invalid(f"expected a mapping or a list of them, got {type(registry).__name__}")
+    deployers: list[TrainedModelDeployer] = list(registry or ())  # type: ignore[arg-type]
     if len(deployers) > 20:
         raise invalid(f"{len(deployers)} are registered, at most 20 can be")
     names = set()
@@ -909,12 +916,8 @@ def _column(value: object) -> object:
     return _storable(value) if isinstance(value, str) else value
 
 
-def _utc(moment: datetime.datetime) -> str:
-    return moment.astimezone(datetime.UTC).isoformat().replace("+00:00", "Z")
-
-
 def _now() -> str:
-    return _utc(datetime.datetime.now(datetime.UTC))
+    return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
 def _stored(text: object, kind: type[Any]) -> Any:
@@ -1118,6 +1121,8 @@ class _SQLite(_Store):
                 # Others wrote what is no UTF-8: from now on this connection reads it, more slowly.
                 connection.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
                 return connection.execute(sql, given).fetchall()
+        except OverflowError:
+            return []  # a number beyond 64 bits is in no row
         except sqlite3.Error as error:
             raise TrainingError("internal", f"the database does not take it: {error}") from error
         finally:
@@ -1146,14 +1151,21 @@ class _PostgreSQL(_Store):
         try:
             import psycopg
         except ImportError as error:
-            raise ImportError(
-                f"PostgreSQL needs psycopg ({error}): pip install 'psycopg[binary]'"
-            ) from None
+            text = f"PostgreSQL needs psycopg ({error}): pip install 'psycopg[binary]'"
+            raise ImportError(text) from None
         try:
             psycopg.conninfo.conninfo_to_dict(url)
         except psycopg.ProgrammingError:
             raise ValueError("the database's URL is malformed") from None  # it may hold a password
-        self._error: type[Exception] = psycopg.Error
+
+        class Time(psycopg.types.string.TextLoader):
+            """Times as text, in RFC 3339 as far as it reaches: infinity and BC are no datetime."""
+
+            def load(self, data: Any) -> str:
+                text = str(super().load(data))
+                return text[:-3].replace(" ", "T") + "Z" if text.endswith("+00") else text
+
+        self._time, self._error = Time, psycopg.Error
         # No prepared statements: they do not survive a pooler between us and the database.
         self._connect = functools.partial(
             psycopg.connect, url, autocommit=True, prepare_threshold=None, connect_timeout=4
@@ -1162,9 +1174,7 @@ class _PostgreSQL(_Store):
         for _ in range(8):
             self._idle.put(None)
         with self._connection() as connection, connection.transaction():
-            connection.execute(
-                "SELECT pg_advisory_xact_lock(7349874591868649335)"
-            )  # "gligabao" to all servers
+            connection.execute("SELECT pg_advisory_xact_lock(7349874591868649335)")  # "gligabao"
             for statement in self._tables():
                 connection.execute(statement)
 
@@ -1184,7 +1194,10 @@ class _PostgreSQL(_Store):
                 if poller.poll(0):  # nothing was asked: this is the end of it
                     connection.close()
                     connection = None
-            connection = connection or self._connect()
+            if connection is None:
+                connection = self._connect()
+                connection.execute("SET timezone = 'UTC'; SET datestyle = 'ISO'")
+                connection.adapters.register_loader("timestamptz", self._time)
             yield connection
         finally:
             self._idle.put(None if connection is None or connection.closed else connection)
@@ -1193,15 +1206,11 @@ class _PostgreSQL(_Store):
         given = [_column(value) for value in values]
         try:
             with self._connection() as connection:
-                rows = connection.execute(sql.replace("?", "%s"), given).fetchall()
+                return list(connection.execute(sql.replace("?", "%s"), given).fetchall())
         except self._error as error:
             raise TrainingError(
                 "internal", f"the database does not take it: {' '.join(str(error).split())}"
             ) from error
-        return [
-            [_utc(value) if isinstance(value, datetime.datetime) else value for value in row]
-            for row in rows
-        ]
 
     def close(self) -> None:
         """Close the connections."""
@@ -1217,13 +1226,14 @@ def open_store(database: str) -> _Store:
     Raises ValueError for a URL of another kind, ImportError where psycopg is missing, OSError and
     the driver's error when the database cannot be opened; nothing stays open then.
     """
-    scheme, separator, _ = database.partition("://")
+    scheme, separator, rest = database.partition("://")
     if not separator:
         return _SQLite(Path(os.path.abspath(database)))
     if scheme != "postgresql":
-        raise ValueError(
-            f"the database {scheme}://… is of no known kind: give a path or a postgresql:// URL"
-        )
+        raise ValueError("the database is of no known kind: give a path or a postgresql:// URL")
+    # A password with an unescaped @, / or : would be taken for a host, and told in an error.
+    if not re.fullmatch(r"([^@/?#]*@)?(,?(\[[^\]@]*\]|[^@:,/?#]*)(:[0-9]*)?)*([/?#][^@]*)?", rest):
+        raise ValueError("the database's URL is malformed: escape what is special in its password")
     return _PostgreSQL(database)
 
 
@@ -1278,7 +1288,8 @@ def _check_file(file: TrainedModelFile) -> None:
     path = _check_path(file.path)
     if type(file.size_bytes) is not int or not 0 <= file.size_bytes < 1 << 63:
         raise ValueError(f"{path}: the size {file.size_bytes!r:.40} is not a whole number of bytes")
-    if not isinstance(file.sha256, str) or not re.fullmatch("([0-9A-Fa-f]{64})?", file.sha256):
+    digest = "" if file.sha256 is None else file.sha256
+    if not isinstance(digest, str) or not re.fullmatch("([0-9A-Fa-f]{64})?", digest):
         raise ValueError(f"{path}: the sha256 {file.sha256!r:.80} is not 64 hexadecimal digits")
 
 
@@ -1368,30 +1379,12 @@ class ModelFileFetcher(Protocol):
         """
 
 
-class _Dropped(Exception):
-    """An attempt that failed below HTTP, or with a 5xx: worth another."""
+class _Failed(Exception):
+    """An attempt that failed; below HTTP, or with a 5xx, it is worth trying `again`."""
 
-
-def _retrying(ctx: Context, what: str, reached: Callable[[], int], attempt: Callable[[], T]) -> T:
-    """Return what `attempt` returns, trying again while it gets further than before.
-
-    Raises TrainingError("upstream") once five attempts in a row ended at the same byte or before it
-    (one more than there are RETRY_PAUSES_S), Cancelled, and whatever else the attempt raises.
-    """
-    best, failures = -1, 0
-    while True:
-        try:
-            return attempt()
-        except _Dropped as dropped:
-            ctx.raise_if_cancelled()
-            if reached() > best:
-                best, failures = reached(), 0
-            failures += 1
-            if failures > len(RETRY_PAUSES_S):
-                raise _upstream(f"{what}: {dropped}, in {failures} attempts") from None
-            log.debug("%s: %s, trying again", what, dropped)
-            ctx.wait(RETRY_PAUSES_S[failures - 1])
-            ctx.raise_if_cancelled()
+    def __init__(self, text: str, *, again: bool = False) -> None:
+        super().__init__(text)
+        self.again = again
 
 
 def _dial(
@@ -1478,7 +1471,7 @@ def _open_url(
     """Yield the answer to a request, whatever its status; no redirect is followed.
 
     `timeout` bounds each wait for bytes. The environment's proxies are used, but not for this
-    machine's own addresses. Raises _Dropped when there is no answer in HTTP, Cancelled.
+    machine's own addresses. Raises _Failed when there is no answer in HTTP, Cancelled.
     """
     with contextlib.ExitStack() as held:
         opener = urllib.request.OpenerDirector()
@@ -1489,7 +1482,7 @@ def _open_url(
             response = opener.open(request, timeout=timeout)
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             ctx.raise_if_cancelled()
-            raise _Dropped(f"no answer: {_why(error)}") from error
+            raise _Failed(f"no answer: {_why(error)}", again=True) from error
         with response:
             yield response
 
@@ -1513,31 +1506,57 @@ def _check_url(url: str, what: str) -> str:
 class SidecarClient:
     """Fetches models' files from the sidecar at `url`; `token` is sent to nobody else.
 
-    Raises ValueError for a URL that is not http(s), or that has a user, a query or a fragment.
+    Raises ValueError for a URL that is not http(s), or that has a user, a query or a fragment, and
+    for a token that no header carries.
     """
 
     def __init__(self, url: str, token: str | None = None) -> None:
         self._base = _check_url(url, "the sidecar's URL")
-        self._headers = {"Accept-Encoding": "identity"} | (
-            {"Authorization": f"Bearer {token}"} if token else {}
-        )
+        self._token = _secret(token, "the sidecar's token")
+        self._headers = {"Accept-Encoding": "identity"}
+        if self._token:
+            self._headers["Authorization"] = f"Bearer {self._token}"
 
+    @contextlib.contextmanager
     def _get(
-        self,
-        ctx: Context,
-        route: str,
-        query: Mapping[str, str],
-        timeout: float,
-        headers: Mapping[str, str] = {},
-    ) -> contextlib.AbstractContextManager[http.client.HTTPResponse]:
+        self, ctx: Context, route: str, query: Json, timeout: float, start: int = 0
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Yield the answer of the sidecar, from the byte `start` on if it likes; raises _Failed."""
         words = urllib.parse.urlencode(query, safe="/", quote_via=urllib.parse.quote)
-        return _open_url(
-            ctx,
-            urllib.request.Request(
-                f"{self._base}{route}?{words}", headers={**self._headers, **headers}
-            ),
-            timeout,
-        )
+        request = urllib.request.Request(f"{self._base}{route}?{words}", headers=self._headers)
+        if start:
+            request.add_header("Range", f"bytes={start}-")
+        with _open_url(ctx, request, timeout) as response:
+            if 500 <= response.status < 600:
+                raise _Failed(f"expected status 200, got {response.status}", again=True)
+            yield response
+
+    def _retry(
+        self, ctx: Context, what: str, reached: Callable[[], int], attempt: Callable[[], T]
+    ) -> T:
+        """Return what `attempt` returns, trying again while it gets further than before.
+
+        Raises TrainingError("upstream") for a failure that is final, and once five attempts in a row
+        ended at the same byte or before it (one more than there are RETRY_PAUSES_S); Cancelled.
+        """
+        best, failures = -1, 0
+        while True:
+            try:
+                return attempt()
+            except _Failed as failed:
+                ctx.raise_if_cancelled()
+                if reached() > best:
+                    best, failures = reached(), 0
+                failures += 1
+                # A sidecar may echo the token, which must not get into an error.
+                text = f"{what}: {failed}".replace(self._token or "\0", "…")
+                if not failed.again:
+                    raise _upstream(text) from None
+                if failures > len(RETRY_PAUSES_S):
+                    raise _upstream(f"{text}, in {failures} attempts") from None
+            log.debug("%s, trying again", text)
+            ctx.wait(RETRY_PAUSES_S[failures - 1])
+            ctx.raise_if_cancelled()
 
     def download_model_file(self, ctx: Context, model_path: str, file: str, w: _Writer) -> None:
         """Write the bytes of one file of a model to `w`.
@@ -1546,87 +1565,72 @@ class SidecarClient:
         five attempts in a row got no further. Raises TrainingError("upstream") that names the file,
         what was expected and what came; Cancelled.
         """
-        _retrying(ctx, file, lambda: w.received, lambda: self._receive(ctx, model_path, file, w))
+        query = {"model_path": model_path, "file": file}
+        self._retry(ctx, file, lambda: w.received, lambda: self._receive(ctx, query, w))
 
-    def _receive(self, ctx: Context, model_path: str, file: str, w: _Writer) -> None:
+    def _receive(self, ctx: Context, query: Json, w: _Writer) -> None:
         """Make one attempt: ask for what is missing and write it to `w`."""
         start = w.received
-        wanted = {"Range": f"bytes={start}-"} if start else {}
-        query = {"model_path": model_path, "file": file}
-        with self._get(ctx, "/models/file", query, STALL_TIMEOUT_S, wanted) as response:
-            status = response.status
-            if status >= 500:
-                raise _Dropped(f"expected status 200, got {status}")
-            offset = response.headers.get("Content-Range", "")
-            if start and (
-                status in (200, 416) or (status == 206 and not offset.startswith(f"bytes {start}-"))
-            ):
+        with self._get(ctx, "/models/file", query, STALL_TIMEOUT_S, start) as response:
+            status, headers = response.status, response.headers
+            offset = headers.get("Content-Range", "")
+            if status == 416 or (status == 206 and not offset.startswith(f"bytes {start}-")):
+                if start:
+                    w.restart()
+                    text = f"expected the bytes from {start} on, got status {status} {offset:.80}"
+                    raise _Failed(text, again=True)
+            if start and status == 200:
                 w.restart()
-                if status != 200:
-                    raise _Dropped(
-                        f"expected the bytes from {start} on, got status {status} {offset}"
-                    )
             elif status != (206 if start else 200):
-                raise _upstream(f"{file}: expected status {206 if start else 200}, got {status}")
-            coding = response.headers.get("Content-Encoding", "identity")
-            if coding.lower() not in ("identity", ""):
-                raise _upstream(f"{file}: expected no Content-Encoding, got {coding:.80}")
+                raise _Failed(f"expected status {206 if start else 200}, got {status}")
+            for coding in headers.get_all("Content-Encoding", []):
+                if coding.strip().lower() not in ("identity", ""):
+                    raise _Failed(f"expected no Content-Encoding, got {coding:.80}")
             missing = w.size - w.received
-            announced = response.headers.get_all("Content-Length", [])
-            if any(length != str(missing) for length in announced):
-                raise _upstream(
-                    f"{file}: expected {missing} bytes, got {', '.join(announced):.80} announced"
-                )
+            for length in headers.get_all("Content-Length", []):
+                if length.strip() != str(missing):
+                    raise _Failed(f"expected {missing} bytes, got {length:.80} announced")
             self._copy(ctx, response, w)
 
     def _copy(self, ctx: Context, response: http.client.HTTPResponse, w: _Writer) -> None:
         """Write the body to `w`; the writer's own failures are not the connection's."""
+        why = ""
         while True:
             try:
                 data = response.read1(BLOCK_BYTES)
             except (OSError, http.client.HTTPException) as error:
-                ctx.raise_if_cancelled()
-                if w.received == w.size:
-                    return  # without a length, only the end of the connection would say so
-                raise _Dropped(
-                    f"expected {w.size} bytes, got {w.received}: {_why(error)}"
-                ) from error
+                data, why = b"", f": {_why(error)}"
             if not data:
                 break
             w.write(data)
         ctx.raise_if_cancelled()
+        # Without a length only the end of the connection, or a stall, says that this was all.
         if w.received < w.size:
-            raise _Dropped(f"expected {w.size} bytes, got {w.received}")
+            raise _Failed(f"expected {w.size} bytes, got {w.received}{why}", again=True)
 
     def list_model_files(self, ctx: Context, model_path: str) -> list[TrainedModelFile]:
         """Return the files of a model; the sidecar may take as long as a fetch, to hash them.
 
         Raises TrainingError("upstream") for an answer that is no such list; Cancelled.
         """
-        data = _retrying(ctx, model_path, lambda: 0, lambda: self._list(ctx, model_path))
-        try:
-            return [_file_from(entry) for entry in _decode_json(data)["files"]]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise _upstream(
-                f"{model_path}: expected a list of files, got something else: {error!r:.200}"
-            ) from None
+        return self._retry(ctx, model_path, lambda: 0, lambda: self._list(ctx, model_path))
 
-    def _list(self, ctx: Context, model_path: str) -> bytes:
+    def _list(self, ctx: Context, model_path: str) -> list[TrainedModelFile]:
         query = {"model_path": model_path}
         with self._get(ctx, "/models/files", query, FETCH_TIMEOUT_S) as response:
-            if response.status >= 500:
-                raise _Dropped(f"expected status 200, got {response.status}")
             if response.status != 200:
-                raise _upstream(f"{model_path}: expected status 200, got {response.status}")
+                raise _Failed(f"expected status 200, got {response.status}")
             try:
                 data = response.read(16 * MAX_BODY_BYTES)  # a list of some 100,000 files
             except (OSError, http.client.HTTPException) as error:
-                ctx.raise_if_cancelled()
-                raise _Dropped(f"no whole list: {_why(error)}") from error
+                raise _Failed(f"no whole list of files: {_why(error)}", again=True) from error
             ctx.raise_if_cancelled()
             if response.length:
-                raise _Dropped(f"no whole list: {response.length} bytes are missing")
-        return data
+                raise _Failed(f"{response.length} bytes of the list are missing", again=True)
+        try:
+            return [_file_from(entry) for entry in _decode_json(data)["files"]]
+        except (ValueError, TypeError, KeyError) as error:
+            raise _Failed(f"expected a list of files, got something else: {error!r:.200}") from None
 
 
 class _SidecarDirectory:
@@ -1749,7 +1753,7 @@ class _Incoming:
     """
 
     def __init__(self, file: TrainedModelFile) -> None:
-        self.path, self.size, self.sha256 = file.path, file.size_bytes, file.sha256.lower()
+        self.path, self.size, self.sha256 = file.path, file.size_bytes, (file.sha256 or "").lower()
         *self.folders, self.name = file.path.split("/")
         self.received = 0
         self.state = ""  # after a look at the disk: ok, missing, wrong size, wrong sha256
@@ -1839,17 +1843,13 @@ def _look(dir: Path, ctx: Context, file: _Incoming) -> None:
     One that was found right before is not hashed again while its stamp is the same. Raises OSError
     where something is in the way that is never replaced, Cancelled.
     """
+    ctx.raise_if_cancelled()
     file.received, file.outcome, file.state, known, file.stamp = 0, "", "missing", file.stamp, None
-    with (
-        contextlib.suppress(FileNotFoundError),
-        _directory(dir.parent, [dir.name, *file.folders]) as directory,
-    ):
-        try:
-            opened = _open_regular(file.name, directory)
-        except PermissionError:
-            file.state = "wrong sha256"  # nobody can say that it is right
-            return
-        with opened:
+    try:
+        with (
+            _directory(dir.parent, [dir.name, *file.folders]) as directory,
+            _open_regular(file.name, directory) as opened,
+        ):
             stamp = _stamp(os.fstat(opened.fileno()))
             if stamp[0] != file.size:
                 file.state = "wrong size"
@@ -1857,6 +1857,12 @@ def _look(dir: Path, ctx: Context, file: _Incoming) -> None:
                 file.state = "wrong sha256"
             else:
                 file.state, file.outcome, file.received, file.stamp = "ok", "kept", file.size, stamp
+    except FileNotFoundError:
+        pass
+    except PermissionError:
+        file.state = "wrong sha256"  # nobody can say that it is right
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, file.path) from None
 
 
 def _each(
@@ -1941,25 +1947,20 @@ def _download(
     """Fetch one file under a temporary name; it gets its own once it is complete and verified."""
     with _directory(dir.parent, [dir.name, *file.folders], create=True) as directory:
         temporary = f".fetch-{os.urandom(8).hex()}"
-        descriptor = os.open(
-            temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _IN_PLACE, 0o666, dir_fd=directory
-        )
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _IN_PLACE
+        descriptor = os.open(temporary, flags, 0o666, dir_fd=directory)
         try:
             with file.download(descriptor, alone=alone):
                 fetcher.download_model_file(ctx, model_path, file.path, file)
             ctx.raise_if_cancelled()
             os.replace(temporary, file.name, src_dir_fd=directory, dst_dir_fd=directory)
-        except BaseException as error:
+        except BaseException as error:  # the border to a fetcher, which is foreign code
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=directory)
-            if isinstance(error, Cancelled) or (
-                isinstance(error, TrainingError) and error.kind == "upstream"
-            ):
+            if isinstance(error, Cancelled) or getattr(error, "kind", "") == "upstream":
                 raise
-            # The border to a fetcher, which is foreign code.
-            raise _upstream(
-                f"{file.path}: {getattr(error, 'strerror', None) or _text_of(error)}"
-            ) from error
+            text = getattr(error, "strerror", None) or _text_of(error)
+            raise _upstream(f"{file.path}: {text}") from error
         file.stamp = _stamp(os.stat(file.name, dir_fd=directory, follow_symlinks=False))
     file.outcome = "fetched" if file.state == "missing" else "repaired"
 
@@ -3138,13 +3139,6 @@ class _API:
 # Knows options, starting, wiring and stopping; signals for `serve`, no argv. May use: all above.
 
 
-def _secret(value: str | None, what: str) -> str | None:
-    """Return a key or token, None for an empty one; raises ValueError for what no header carries."""
-    if value and not re.fullmatch("[ -~]+", value):
-        raise ValueError(f"{what} must be printable ASCII")
-    return value or None
-
-
 class Server:
     """The server, which serves at `url`, in background threads, while a `with` block lasts.
 
@@ -3170,7 +3164,7 @@ class Server:
         system_event: SystemEventHook | None = None,
     ) -> None:
         self._deployers = resolve_deployers(trained_model_deployers)
-        if not 0 <= port <= 65535:
+        if type(port) is not int or not 0 <= port <= 65535:
             raise ValueError(f"the port {port} is no number from 0 (any free port) to 65535")
         self._host, self._port, self._training = host, port, training
         self._database, self._sidecar = os.fspath(database), os.fspath(sidecar or "")
@@ -3484,7 +3478,7 @@ def _run_deploy(options: Json) -> int:
             deployment = answer.get("deployment", answer)
             if "id" not in deployment:
                 raise ValueError(answer["error"])
-    except (_Dropped, OSError, http.client.HTTPException) as error:
+    except (_Failed, OSError, http.client.HTTPException) as error:
         text = f"{server}: {_text_of(error)}; the history of the model says what became of it"
         raise ValueError(text) from error
     except (json.JSONDecodeError, AttributeError, KeyError):
