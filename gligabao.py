@@ -106,25 +106,17 @@ __all__ = [
 # ---- limits --------------------------------------------------------------------------------------
 # What users meet and tests shorten; read when used. A number that one rule needs stands beside it.
 
-CONNECT_TIMEOUT_S = 10  # a sidecar that is up answers a connection in milliseconds
+CONNECT_TIMEOUT_S = 10  # a sidecar that is up takes a connection in milliseconds
 STALL_TIMEOUT_S = 60  # storage behind a sidecar may take its time to wake up, not longer
 FETCH_TIMEOUT_S = 30 * 60  # the whole fetch of one model, once it holds the directory
-IDLE_TIMEOUT_S = (
-    30  # a request to become whole, a kept connection to ask again, an answer to be read
-)
+IDLE_TIMEOUT_S = 30  # for a request to be whole, for the next one, for an answer to be read
 STOP_GRACE_S = 10  # what a stopping server leaves its running deployments
-RETRY_PAUSES_S = (
-    0.2,
-    0.4,
-    0.8,
-    1.6,
-)  # between attempts that get no further; one more attempt than pauses
+RETRY_PAUSES_S = (0.2, 0.4, 0.8, 1.6)  # between attempts that get no further: five in all
 BUSY_TIMEOUT_S = 10  # waiting for a database that somebody else has locked
 FINISH_TIMEOUT_S = 30  # trying to record how a deployment ended
-LOOK_INTERVAL_S = 0.2  # how often a server looks for clients that left and deadlines that passed
-BLOCK_BYTES = (
-    256 * 1024
-)  # one read of a file or of the network: small enough for the cache of a core
+LOOK_INTERVAL_S = 0.2  # how often a server looks for clients that left, and deadlines
+BLOCK_BYTES = 256 * 1024  # one read of a file or the network: small enough for a core's cache
+SMALL_BYTES = 1024 * 1024  # files of less in all are not worth threads of their own
 
 SERVER_STOPPING = "the server is stopping"
 CLIENT_LEFT = "the client disconnected"
@@ -430,6 +422,10 @@ class _Refusal(Exception):
         self.status, self.headers, self.close = status, headers, close
 
 
+class _Gone(Exception):
+    """The client left in the middle of its request; nobody is to be answered."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Answer:
     """What is sent; `part` is (file, offset, count) where the bytes are a file's."""
@@ -546,7 +542,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.send_error(400, "the request line is longer than 65536 bytes")
             elif self.raw_requestline.endswith(b"\n") and self.parse_request():
                 self._answer_request()
-        except OSError as error:
+        except (OSError, _Gone) as error:
             log.debug("%s left: %s", self.client_address[0], error)
             self.close_connection = True
 
@@ -570,8 +566,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.server.set_deadline(self.connection, math.inf)
             self._check_caller(path)
             answer = self._route(path)
-        except (ConnectionError, TimeoutError):
-            raise  # the client's, while its body was read
+        except _Gone:
+            raise
         except Exception as error:  # the border of a request: whatever happened, it is answered
             self.close_connection |= isinstance(error, _Refusal) and error.close
             answer = _error_answer(error)
@@ -655,9 +651,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Read the body, once, and return the value of its JSON; raises _Refusal (400)."""
         if self.body_left and self._expects_100():
             self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        data = self.rfile.read(self.body_left)
+        try:
+            data = self.rfile.read(self.body_left)
+        except OSError as error:
+            raise _Gone(str(error)) from None
         if len(data) < self.body_left:
-            raise ConnectionError("the body ended early")
+            raise _Gone("the body ended early")
         self.body_left = 0
         self.server.set_deadline(self.connection, math.inf)
         try:
@@ -815,7 +814,7 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
         with self._guard:
             self.stopping = True
             for connection in self._deadlines:
-                _hang_up(connection, socket.SHUT_RD)
+                _hang_up(connection, socket.SHUT_RD)  # nothing more is asked; answers still go out
             contexts = list(self._watched.values())
         for ctx in contexts:
             ctx.cancel(SERVER_STOPPING)
@@ -824,8 +823,9 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
             for ctx in self._watched.values():
                 ctx.abandoned = True
             for connection in self._deadlines.keys() - self._watched.keys():
-                _hang_up(connection)
-            self._guard.wait_for(lambda: not self._watched, STOP_GRACE_S)
+                _hang_up(connection)  # its client does not read the answer
+            # What was given up is now recorded, which takes long where the database is in trouble.
+            self._guard.wait_for(lambda: not self._deadlines, 2 * STOP_GRACE_S + BUSY_TIMEOUT_S)
 
 
 # ---- deployers -----------------------------------------------------------------------------------
@@ -1079,7 +1079,7 @@ class _SQLite(_Store):
         try:
             for write in (True, False):
                 connection = sqlite3.connect(
-                    path, BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+                    path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
                 )
                 self._connections[write] = connection
                 connection.execute("PRAGMA synchronous = FULL")
@@ -1121,17 +1121,16 @@ class _SQLite(_Store):
                 # Others wrote what is no UTF-8: from now on this connection reads it, more slowly.
                 connection.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
                 return connection.execute(sql, given).fetchall()
-        except OverflowError:
-            return []  # a number beyond 64 bits is in no row
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OverflowError) as error:
             raise TrainingError("internal", f"the database does not take it: {error}") from error
         finally:
             lock.release()
 
     def close(self) -> None:
         """Close both connections."""
-        for connection in self._connections.values():
-            connection.close()
+        for write, connection in self._connections.items():
+            with self._locks[write]:  # to close it under a running statement is a crash
+                connection.close()
 
 
 class _PostgreSQL(_Store):
@@ -1173,10 +1172,14 @@ class _PostgreSQL(_Store):
         self._idle: queue.LifoQueue[psycopg.Connection[Any] | None] = queue.LifoQueue()
         for _ in range(8):
             self._idle.put(None)
-        with self._connection() as connection, connection.transaction():
-            connection.execute("SELECT pg_advisory_xact_lock(7349874591868649335)")  # "gligabao"
-            for statement in self._tables():
-                connection.execute(statement)
+        try:
+            with self._connection() as connection, connection.transaction():
+                connection.execute("SELECT pg_advisory_xact_lock(7349874591868649335)")
+                for statement in self._tables():
+                    connection.execute(statement)
+        except BaseException:
+            self.close()
+            raise
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[Any]:
@@ -1387,6 +1390,23 @@ class _Failed(Exception):
         self.again = again
 
 
+def _connect(ctx: Context, connection: socket.socket, address: Any) -> None:
+    """Connect within CONNECT_TIMEOUT_S; raises OSError, Cancelled."""
+    connection.setblocking(False)
+    code = connection.connect_ex(address)
+    poller = select.poll()
+    poller.register(connection, select.POLLOUT)
+    end = time.monotonic() + CONNECT_TIMEOUT_S
+    while code == errno.EINPROGRESS:
+        ctx.raise_if_cancelled()
+        if time.monotonic() > end:
+            raise TimeoutError(errno.ETIMEDOUT, f"no connection in {CONNECT_TIMEOUT_S} s")
+        if poller.poll(100):
+            code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        raise OSError(code, os.strerror(code))
+
+
 def _dial(
     ctx: Context,
     held: contextlib.ExitStack,
@@ -1397,33 +1417,19 @@ def _dial(
     """Connect; while `held` is open, a cancelled context ends whatever waits for the socket."""
     failure: OSError | None = None
     for family, kind, protocol, _, where in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
-        connection = socket.socket(family, kind, protocol)
-        try:
-            connection.setblocking(False)
-            code = connection.connect_ex(where)
-            poller = select.poll()
-            poller.register(connection, select.POLLOUT)
-            end = time.monotonic() + CONNECT_TIMEOUT_S
-            while code == errno.EINPROGRESS:
-                ctx.raise_if_cancelled()
-                if time.monotonic() > end:
-                    raise TimeoutError(errno.ETIMEDOUT, f"no connection in {CONNECT_TIMEOUT_S} s")
-                if poller.poll(100):
-                    code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if code:
-                raise OSError(code, os.strerror(code))
-        except OSError as error:
-            failure = error
-            connection.close()
-        except BaseException:
-            connection.close()
-            raise
-        else:
+        with contextlib.ExitStack() as opened:
+            try:
+                connection = opened.enter_context(socket.socket(family, kind, protocol))
+                _connect(ctx, connection, where)
+            except OSError as error:
+                failure = error
+                continue
             connection.settimeout(timeout)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             # A descriptor of its own, since TLS takes over the other one and its reader closes it.
             twin = held.enter_context(connection.dup())
             held.enter_context(ctx.on_cancel(functools.partial(_hang_up, twin)))
+            opened.pop_all()
             return connection
     raise failure or OSError(f"{address[0]} has no address")
 
@@ -1433,26 +1439,22 @@ class _Dialler(urllib.request.AbstractHTTPHandler):
 
     def __init__(self, ctx: Context, held: contextlib.ExitStack) -> None:
         super().__init__()
-        self._connect = functools.partial(_dial, ctx, held)
+        self._dial = functools.partial(_dial, ctx, held)
 
-    def _connection(
-        self, kind: Callable[..., http.client.HTTPConnection], host: str, **options: Any
-    ) -> http.client.HTTPConnection:
-        connection = kind(host, **options)
-        connection._create_connection = self._connect  # type: ignore[attr-defined]
-        return connection
+    def _connection(self, host: str, *, kind: Any, **options: Any) -> http.client.HTTPConnection:
+        connection: Any = kind(host, **options)
+        connection._create_connection = self._dial
+        return connection  # type: ignore[no-any-return]
 
     def http_open(self, request: urllib.request.Request) -> Any:
         """Open a plain URL."""
-        return self.do_open(
-            functools.partial(self._connection, http.client.HTTPConnection), request
-        )
+        kind = http.client.HTTPConnection
+        return self.do_open(self._connection, request, kind=kind)  # type: ignore[arg-type]
 
     def https_open(self, request: urllib.request.Request) -> Any:
         """Open a URL over TLS, the certificate checked."""
-        return self.do_open(
-            functools.partial(self._connection, http.client.HTTPSConnection), request
-        )
+        kind = http.client.HTTPSConnection
+        return self.do_open(self._connection, request, kind=kind)  # type: ignore[arg-type]
 
     http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
 
@@ -1633,6 +1635,10 @@ class SidecarClient:
             raise _Failed(f"expected a list of files, got something else: {error!r:.200}") from None
 
 
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
 class _SidecarDirectory:
     """The other side: serves the models in `root`, directories `trained/<job id>/`, no more."""
 
@@ -1676,7 +1682,7 @@ class _SidecarDirectory:
         listed = []
         try:
             with request.watched() as ctx, _directory(self._root, parts) as top:
-                for where, folders, names, directory in os.fwalk(".", dir_fd=top):
+                for where, folders, names, directory in os.fwalk(".", onerror=_raise, dir_fd=top):
                     folders.sort()
                     for name in sorted(names):
                         path = os.path.normpath(f"{where}/{name}")
@@ -1722,22 +1728,14 @@ class _HashBehind:
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
-        self._blocks: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(4):
-            self._room.put(None)
+        self._blocks: queue.Queue[bytes | None] = queue.Queue(4)
+        self.update = self._blocks.put
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while (block := self._blocks.get()) is not None:
             self._hash.update(block)
-            self._room.put(None)
-
-    def update(self, block: bytes) -> None:
-        """Add the next block."""
-        self._room.get()
-        self._blocks.put(block)
 
     def hexdigest(self) -> str:
         """Wait for the thread to end; return the digest."""
@@ -1752,7 +1750,8 @@ class _Incoming:
     It is the `w` of a fetcher. One thread changes it; any thread may read its figures.
     """
 
-    def __init__(self, file: TrainedModelFile) -> None:
+    def __init__(self, dir: Path, file: TrainedModelFile) -> None:
+        self.dir = dir
         self.path, self.size, self.sha256 = file.path, file.size_bytes, (file.sha256 or "").lower()
         *self.folders, self.name = file.path.split("/")
         self.received = 0
@@ -1765,6 +1764,11 @@ class _Incoming:
         self._new_hash: Callable[[], Any] = hashlib.sha256
         self._hash: Any = None
 
+    def directory(self, *, create: bool = False) -> contextlib.AbstractContextManager[int]:
+        """Return a block with a descriptor of the directory that holds the file; raises OSError."""
+        parts = [self.dir.name, *self.folders]
+        return _directory(self.dir.parent, parts, create=create)
+
     def write(self, data: bytes) -> None:
         """Append bytes; raises TrainingError for more than recorded, OSError for the disk's."""
         if self._file is None:
@@ -1772,10 +1776,10 @@ class _Incoming:
         block = bytes(data)  # no copy where it is bytes; the caller may use another buffer again
         if self.received + len(block) > self.size:
             raise _upstream(f"{self.path}: expected {self.size} bytes, got more")
-        self._hash.update(block)
         rest = memoryview(block)
         while rest:
             rest = rest[self._file.write(rest) :]
+        self._hash.update(block)
         self.received += len(block)
 
     def restart(self) -> None:
@@ -1837,19 +1841,17 @@ def _stamp(file: os.stat_result) -> tuple[int, int, int]:
     return file.st_size, file.st_mtime_ns, file.st_ino
 
 
-def _look(dir: Path, ctx: Context, file: _Incoming) -> None:
+def _look(ctx: Context, file: _Incoming) -> None:
     """Compare a file on the disk with its record, and note its state.
 
     One that was found right before is not hashed again while its stamp is the same. Raises OSError
     where something is in the way that is never replaced, Cancelled.
     """
     ctx.raise_if_cancelled()
-    file.received, file.outcome, file.state, known, file.stamp = 0, "", "missing", file.stamp, None
+    known, file.stamp = file.stamp, None
+    file.received, file.outcome, file.state = 0, "", "missing"
     try:
-        with (
-            _directory(dir.parent, [dir.name, *file.folders]) as directory,
-            _open_regular(file.name, directory) as opened,
-        ):
+        with file.directory() as directory, _open_regular(file.name, directory) as opened:
             stamp = _stamp(os.fstat(opened.fileno()))
             if stamp[0] != file.size:
                 file.state = "wrong size"
@@ -1866,10 +1868,17 @@ def _look(dir: Path, ctx: Context, file: _Incoming) -> None:
 
 
 def _each(
-    ctx: Context, files: Sequence[_Incoming], work: Callable[[Context, _Incoming], None]
+    ctx: Context,
+    files: Sequence[_Incoming],
+    work: Callable[[Context, _Incoming], None],
+    *,
+    small_bytes: int = 0,
 ) -> None:
-    """Call `work` for every file, up to 8 at once, the largest first; a failure ends the others."""
-    if len(files) <= 1:
+    """Call `work` for every file, up to 8 at once, the largest first; a failure ends the others.
+
+    A single file, or some that are small in all, are worked on in this thread: more would not pay.
+    """
+    if len(files) <= 1 or sum(file.size for file in files) <= small_bytes:
         for file in files:
             work(ctx, file)
         return
@@ -1882,16 +1891,6 @@ def _each(
             inner.cancel("another file failed")
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _look_at(ctx: Context, dir: Path, files: Sequence[_Incoming]) -> None:
-    """Look at every file; at small ones in this thread, as more of them would not pay."""
-    look = functools.partial(_look, dir)
-    if sum(file.size for file in files) > 4 * BLOCK_BYTES:
-        _each(ctx, files, look)
-    else:
-        for file in files:
-            look(ctx, file)
 
 
 @contextlib.contextmanager
@@ -1913,23 +1912,19 @@ def _locked(ctx: Context, dir: Path) -> Iterator[None]:
                 ctx.wait(0.02)
                 ctx.raise_if_cancelled()
         yield
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also when a forked child still has it open
     finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a forked child still has it open
         os.close(descriptor)
 
 
-def _leftovers(dir: Path, files: Sequence[_Incoming], *, remove: bool) -> bool:
+def _leftovers(files: Sequence[_Incoming], *, remove: bool) -> bool:
     """Say whether temporary files lie in a model's directories; to `remove` them needs the lock."""
     found = False
-    for folders in {tuple(file.folders) for file in files}:
-        with (
-            contextlib.suppress(OSError),
-            _directory(dir.parent, [dir.name, *folders]) as directory,
-        ):
+    for file in {tuple(file.folders): file for file in files}.values():
+        with contextlib.suppress(OSError), file.directory() as directory:
             for name in os.listdir(directory):
-                if name.startswith(".fetch-") and stat.S_ISREG(
-                    os.lstat(name, dir_fd=directory).st_mode
-                ):
+                regular = stat.S_ISREG(os.lstat(name, dir_fd=directory).st_mode)
+                if name.startswith(".fetch-") and regular:
                     found = True
                     if remove:
                         os.unlink(name, dir_fd=directory)
@@ -1937,19 +1932,13 @@ def _leftovers(dir: Path, files: Sequence[_Incoming], *, remove: bool) -> bool:
 
 
 def _download(
-    fetcher: ModelFileFetcher,
-    model_path: str,
-    dir: Path,
-    alone: bool,
-    ctx: Context,
-    file: _Incoming,
+    fetcher: ModelFileFetcher, model_path: str, alone: bool, ctx: Context, file: _Incoming
 ) -> None:
     """Fetch one file under a temporary name; it gets its own once it is complete and verified."""
-    with _directory(dir.parent, [dir.name, *file.folders], create=True) as directory:
-        temporary = f".fetch-{os.urandom(8).hex()}"
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _IN_PLACE
-        descriptor = os.open(temporary, flags, 0o666, dir_fd=directory)
+    temporary, flags = f".fetch-{os.urandom(8).hex()}", os.O_RDWR | os.O_CREAT | os.O_EXCL
+    with file.directory(create=True) as directory:
         try:
+            descriptor = os.open(temporary, flags | _IN_PLACE, 0o666, dir_fd=directory)
             with file.download(descriptor, alone=alone):
                 fetcher.download_model_file(ctx, model_path, file.path, file)
             ctx.raise_if_cancelled()
@@ -1969,16 +1958,16 @@ def _fetch_locked(
     ctx: Context, fetcher: ModelFileFetcher, model_path: str, dir: Path, files: Sequence[_Incoming]
 ) -> None:
     """Look again, now that nobody else fetches into `dir`, and fetch what is missing or wrong."""
-    _leftovers(dir, files, remove=True)
+    _leftovers(files, remove=True)
     with ctx.inner(FETCH_TIMEOUT_S) as inner:
         try:
-            _look_at(inner, dir, files)
+            _each(inner, files, _look, small_bytes=SMALL_BYTES)
             wanted = [file for file in files if file.state != "ok"]
             missing, free = sum(file.size for file in wanted), shutil.disk_usage(dir.parent).free
             if missing > free:
                 raise _upstream(f"{dir.parent}: {missing} bytes are to be fetched, {free} are free")
             alone = len(wanted) == 1
-            _each(inner, wanted, functools.partial(_download, fetcher, model_path, dir, alone))
+            _each(inner, wanted, functools.partial(_download, fetcher, model_path, alone))
         except Cancelled as cancelled:
             ctx.raise_if_cancelled()
             raise _upstream(f"the files were not fetched: {cancelled}") from None
@@ -2009,12 +1998,12 @@ def fetch_model_files(
         raise _upstream(str(error)) from None
     if not model.files:
         raise _upstream("the trained model has no recorded files")
-    progress.files = files = [_Incoming(file) for file in model.files]
+    progress.files = files = [_Incoming(dir, file) for file in model.files]
     try:
         # Reading needs no lock, as real names never hold half a file: what is complete deploys
         # where nothing can be written, and deployments of a model that is there wait for nobody.
-        _look_at(ctx, dir, files)
-        if progress.complete and not _leftovers(dir, files, remove=False):
+        _each(ctx, files, _look, small_bytes=SMALL_BYTES)
+        if progress.complete and not _leftovers(files, remove=False):
             return
         dir.parent.mkdir(parents=True, exist_ok=True)
         with _locked(ctx, dir):
@@ -2110,24 +2099,23 @@ def audit_model(ctx: Context, root: str | os.PathLike[str], model: TrainedModel)
 
     def look(ctx: Context, file: _Incoming) -> None:
         with contextlib.suppress(OSError):  # whatever is in the way, the file is missing
-            _look(dir, ctx, file)
+            _look(ctx, file)
 
     good: dict[int, _Incoming] = {}
     for number, file in enumerate(model.files):
         with contextlib.suppress(ValueError):
             _check_file(file)
-            good[number] = _Incoming(file)
-    _each(ctx, [*good.values()], look)
+            good[number] = _Incoming(dir, file)
+    _each(ctx, [*good.values()], look, small_bytes=SMALL_BYTES)
+    states = [good[n].state if n in good else "missing" for n in range(len(model.files))]
     files = [
-        {
-            "path": file.path,
-            "size_bytes": file.size_bytes,
-            "state": good[number].state if number in good else "missing",
-        }
-        for number, file in enumerate(model.files)
+        {"path": file.path, "size_bytes": file.size_bytes, "state": state}
+        for file, state in zip(model.files, states, strict=True)
     ]
     missing = sum(file.size for file in good.values() if file.state != "ok")
-    free = shutil.disk_usage(next(place for place in (dir, *dir.parents) if place.exists())).free
+    free = shutil.disk_usage(
+        next(place for place in (dir, *dir.parents) if os.path.exists(place))
+    ).free
     complete = bool(files) and all(file["state"] == "ok" for file in files)
     return {
         "dir": str(dir),
@@ -2139,21 +2127,15 @@ def audit_model(ctx: Context, root: str | os.PathLike[str], model: TrainedModel)
     }
 
 
-def _warn_of_changes(deploy_id: int, dir: Path, files: Sequence[_Incoming]) -> None:
+def _warn_of_changes(deploy_id: int, files: Sequence[_Incoming]) -> None:
     """Say in the log which of the files, that a deployer may only read, are not what they were."""
     for file in files:
         stamp = None
-        with (
-            contextlib.suppress(OSError),
-            _directory(dir.parent, [dir.name, *file.folders]) as directory,
-        ):
+        with contextlib.suppress(OSError), file.directory() as directory:
             stamp = _stamp(os.stat(file.name, dir_fd=directory, follow_symlinks=False))
         if stamp != file.stamp:
-            log.warning(
-                "deployment %d: %s changed while the deployer ran; the next deployment repairs it",
-                deploy_id,
-                file.path,
-            )
+            text = "deployment %d: %s changed while the deployer ran; the next one repairs it"
+            log.warning(text, deploy_id, file.path)
 
 
 def _find_deployer(deployers: Sequence[TrainedModelDeployer], name: object) -> TrainedModelDeployer:
@@ -2227,7 +2209,7 @@ def _fetch_and_call(
     try:
         return _call(deployer, ctx, req)
     finally:
-        _warn_of_changes(req.deploy_id, req.dir, progress.files)
+        _warn_of_changes(req.deploy_id, progress.files)
 
 
 def _abandonable(ctx: Context, work: Callable[[], T]) -> T | BaseException:
