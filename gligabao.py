@@ -122,9 +122,7 @@ SERVER_STOPPING = "the server is stopping"
 CLIENT_LEFT = "the client disconnected"
 
 log = logging.getLogger("gligabao")
-log.addHandler(
-    logging.NullHandler()
-)  # embedded, it says nothing until the program configures logging
+log.addHandler(logging.NullHandler())  # silent until the program configures logging
 
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -312,22 +310,6 @@ def _text_of(error: BaseException) -> str:
     return "an exception without words"
 
 
-class _Writer(Protocol):
-    """What a fetcher writes a file to: `size` bytes, of which it holds the first `received`."""
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def received(self) -> int: ...
-
-    def write(self, data: bytes) -> None:
-        """Take the next bytes; raises TrainingError when more than `size` come."""
-
-    def restart(self) -> None:
-        """Forget what was received."""
-
-
 # ---- context -------------------------------------------------------------------------------------
 # Knows cancellation, and neither who cancels nor what is cancelled. May use: types.
 
@@ -391,15 +373,15 @@ class Context:
     def inner(self, limit_s: float | None = None) -> Iterator[Context]:
         """Yield a context that is cancelled with this one, after `limit_s` seconds, or alone."""
         inner = Context()
-        timer = threading.Timer(limit_s or 0, inner.cancel, [f"it took longer than {limit_s} s"])
-        timer.daemon = True
-        if limit_s is not None:
-            timer.start()
-        try:
-            with self.on_cancel(lambda: inner.cancel(self.reason)):
-                yield inner
-        finally:
-            timer.cancel()
+        with contextlib.ExitStack() as held:
+            if limit_s is not None:
+                text = f"it took longer than {limit_s} s"
+                timer = threading.Timer(limit_s, inner.cancel, [text])
+                timer.daemon = True
+                timer.start()
+                held.callback(timer.cancel)
+            held.enter_context(self.on_cancel(lambda: inner.cancel(self.reason)))
+            yield inner
 
 
 # ---- wire ----------------------------------------------------------------------------------------
@@ -437,13 +419,18 @@ class _Answer:
 
 
 _ENCODER = json.JSONEncoder(
-    ensure_ascii=False, separators=(",", ":"), check_circular=False, default=str
+    ensure_ascii=False, allow_nan=False, separators=(",", ":"), check_circular=False, default=str
 )
 
 
 def _json_answer(status: int, value: object, headers: Mapping[str, str] = {}) -> _Answer:
-    # Rows that others damaged may hold what JSON does not: bytes become text, lone surrogates "?".
-    text = _ENCODER.encode(value)
+    # Rows that others damaged may hold what JSON does not: bytes become text, infinity null, and
+    # lone surrogates a question mark.
+    try:
+        text = _ENCODER.encode(value)
+    except ValueError:
+        plain = json.loads(json.dumps(value, default=str), parse_constant=lambda word: None)
+        text = _ENCODER.encode(plain)
     headers = {"Content-Type": "application/json", **headers}
     return _Answer(status, text.encode(errors="replace"), headers)
 
@@ -718,8 +705,6 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
     """
 
     request_queue_size = 1024  # a storm of clients waits in the backlog instead of being refused
-    daemon_threads = True
-    allow_reuse_address = True
 
     def __init__(self, host: str, port: int, routes: Routes, key: str | None, guarded: str) -> None:
         self.routes = [(re.compile(pattern), methods) for pattern, methods in routes]
@@ -743,8 +728,8 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         """Bind without the reverse look-up of the base class, which may take seconds."""
-        http.server.socketserver.TCPServer.server_bind(self)  # type: ignore[attr-defined]
-        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+        super(http.server.HTTPServer, self).server_bind()
+        self.server_port = int(self.server_address[1])
 
     def get_request(self) -> Any:
         """Accept a connection; take a breath where there is no free descriptor for it."""
@@ -1235,7 +1220,11 @@ def open_store(database: str) -> _Store:
     if scheme != "postgresql":
         raise ValueError("the database is of no known kind: give a path or a postgresql:// URL")
     # A password with an unescaped @, / or : would be taken for a host, and told in an error.
-    if not re.fullmatch(r"([^@/?#]*@)?(,?(\[[^\]@]*\]|[^@:,/?#]*)(:[0-9]*)?)*([/?#][^@]*)?", rest):
+    authority = re.split("[/?#]", rest, maxsplit=1)[0]
+    user, _, hosts = authority.rpartition("@")
+    path = rest.removeprefix(authority).partition("?")[0]
+    host = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(:[0-9]*)?")
+    if "@" in user + path or not all(host.fullmatch(one) for one in hosts.split(",")):
         raise ValueError("the database's URL is malformed: escape what is special in its password")
     return _PostgreSQL(database)
 
@@ -1262,24 +1251,21 @@ def _check_path(path: object) -> str:
     """
     if not isinstance(path, str):
         raise ValueError(f"the path {path!r:.80} is not text")
+    parts = path.split("/")
     try:
-        size = len(path.encode())
-        longest = max(len(part.encode()) for part in path.split("/"))
+        sizes = [len(part.encode()) for part in parts]
     except UnicodeEncodeError:
         raise ValueError(f"the path {path!r:.80} holds a lone surrogate") from None
     for bad, why in (
         (".." in path, "holds .."),
         ("\\" in path, "holds a backslash"),
         (re.search("[\x00-\x1f\x7f-\x9f]", path), "holds a control character"),
+        ({"", "."} & {*parts}, "is absolute, or has an empty part or a '.'"),
+        ("/.fetch-" in f"/{path}", "is that of a temporary file"),
         (
-            any(part in ("", ".") for part in path.split("/")),
-            "is absolute, or has an empty part or a '.'",
+            max(sizes) > 255 or sum(sizes) + len(sizes) - 1 > 2048,
+            "is longer than file systems take",
         ),
-        (
-            any(part.startswith(".fetch-") for part in path.split("/")),
-            "is that of a temporary file",
-        ),
-        (longest > 255 or size > 2048, "is longer than 2048 bytes, or has a part longer than 255"),
     ):
         if bad:
             raise ValueError(f"the path {path!r:.80} {why}")
@@ -1560,7 +1546,7 @@ class SidecarClient:
             ctx.wait(RETRY_PAUSES_S[failures - 1])
             ctx.raise_if_cancelled()
 
-    def download_model_file(self, ctx: Context, model_path: str, file: str, w: _Writer) -> None:
+    def download_model_file(self, ctx: Context, model_path: str, file: str, w: Any) -> None:
         """Write the bytes of one file of a model to `w`.
 
         A connection that drops, stalls or says 5xx is tried again from the byte it reached, until
@@ -1570,7 +1556,7 @@ class SidecarClient:
         query = {"model_path": model_path, "file": file}
         self._retry(ctx, file, lambda: w.received, lambda: self._receive(ctx, query, w))
 
-    def _receive(self, ctx: Context, query: Json, w: _Writer) -> None:
+    def _receive(self, ctx: Context, query: Json, w: Any) -> None:
         """Make one attempt: ask for what is missing and write it to `w`."""
         start = w.received
         with self._get(ctx, "/models/file", query, STALL_TIMEOUT_S, start) as response:
@@ -1594,7 +1580,7 @@ class SidecarClient:
                     raise _Failed(f"expected {missing} bytes, got {length:.80} announced")
             self._copy(ctx, response, w)
 
-    def _copy(self, ctx: Context, response: http.client.HTTPResponse, w: _Writer) -> None:
+    def _copy(self, ctx: Context, response: http.client.HTTPResponse, w: Any) -> None:
         """Write the body to `w`; the writer's own failures are not the connection's."""
         why = ""
         while True:
@@ -1615,7 +1601,14 @@ class SidecarClient:
 
         Raises TrainingError("upstream") for an answer that is no such list; Cancelled.
         """
-        return self._retry(ctx, model_path, lambda: 0, lambda: self._list(ctx, model_path))
+        with ctx.inner(FETCH_TIMEOUT_S) as inner:
+            try:
+                return self._retry(
+                    inner, model_path, lambda: 0, lambda: self._list(inner, model_path)
+                )
+            except Cancelled as cancelled:
+                ctx.raise_if_cancelled()
+                raise _upstream(f"{model_path}: no list of files: {cancelled}") from None
 
     def _list(self, ctx: Context, model_path: str) -> list[TrainedModelFile]:
         query = {"model_path": model_path}
@@ -1693,8 +1686,8 @@ class _SidecarDirectory:
                             entry: Json = {"path": _check_path(path)}
                             entry["size_bytes"] = os.fstat(file.fileno()).st_size
                             listed.append(entry | {"sha256": _digest(ctx, file)})
-        except OSError as error:
-            raise _Refusal(404, f"no model at {'/'.join(parts)!r}: {error.strerror}") from None
+        except (OSError, RecursionError) as error:
+            raise _Refusal(404, f"no model at {'/'.join(parts)!r}: {_why(error)}") from None
         return _json_answer(200, {"files": listed})
 
     def file(self, request: _Handler) -> _Answer:
@@ -1708,7 +1701,7 @@ class _SidecarDirectory:
             raise _Refusal(404, f"no file {path!r:.200} in that model") from None
         size = os.fstat(file.fileno()).st_size
         headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
-        start = re.fullmatch("bytes=([0-9]{1,19})-", request.headers.get("Range", ""))
+        start = re.fullmatch("bytes=([0-9]{1,4000})-", request.headers.get("Range", ""))
         if not start:
             return _Answer(200, b"", headers, (file, 0, size))
         if (offset := int(start[1])) >= size:
@@ -2020,16 +2013,20 @@ def fetch_model_files(
 _WHOLE = range(-(1 << 63), 1 << 63)  # what both databases hold
 
 
+def _check_job_id(job_id: object) -> None:
+    if not _is_job_id(job_id):
+        raise _invalid(
+            f"the job id {job_id!r:.200} is unusable as a directory name: 1 to 128 letters, digits,"
+            " '_', '-' and '.', starting with a letter or digit, without '..'"
+        )
+
+
 def model_dir(root: str | os.PathLike[str], model: TrainedModel) -> Path:
     """Return the absolute directory of a model below the deployment directory: one a job.
 
     Raises TrainingError("invalid") for a job id that is unusable as the name of a directory.
     """
-    if not _is_job_id(model.job_id):
-        raise _invalid(
-            f"the job id {model.job_id!r:.200} is unusable as a directory name: 1 to 128 letters,"
-            " digits, '_', '-' and '.', starting with a letter or digit, without '..'"
-        )
+    _check_job_id(model.job_id)
     return Path(os.path.abspath(root)) / model.job_id
 
 
@@ -2057,7 +2054,7 @@ def record_model(
 
     text, whole = "a string", "a whole number of 64 bits"
     job_id = field("job_id", None, str, text)
-    model_dir("", TrainedModel(0, "", job_id))
+    _check_job_id(job_id)
     loss = field("final_loss", None, (int, float, type(None)), "a number or null")
     fields: Json = {
         "job_id": job_id,
@@ -2169,24 +2166,21 @@ def _call(
     """
     result: Any = deployer.deploy(ctx, req)
     if result is None:
-        result = DeployTrainedModelResult()
-    if not isinstance(result, DeployTrainedModelResult):
-        if hasattr(result, "close") and hasattr(result, "cr_await"):
-            result.close()  # a coroutine nobody awaits would warn
-        raise TypeError(
-            f"the deployer returned {type(result).__name__}, not DeployTrainedModelResult or None"
-        )
-    if not isinstance(result.ref, str):
-        raise TypeError(
-            f"the deployer returned a ref that is a {type(result.ref).__name__}, not a string"
-        )
+        return "", {}
+    if hasattr(result, "cr_await"):
+        result.close()  # a coroutine nobody awaits would warn
+
+    def expect(what: str, value: object, kind: type) -> None:
+        if not isinstance(value, kind):
+            got, wanted = type(value).__name__, kind.__name__
+            raise TypeError(f"the deployer returned {what} of type {got}, not {wanted} or None")
+
+    expect("a result", result, DeployTrainedModelResult)
+    expect("a ref", result.ref, str)
     ref = str.__str__(result.ref)  # a plain one
     if result.details is None:
         return ref, {}
-    if not isinstance(result.details, dict):
-        raise TypeError(
-            f"the deployer returned details of type {type(result.details).__name__}, not dict or None"
-        )
+    expect("details", result.details, dict)
     try:
         details: Json = json.loads(_encode_json(result.details))
     except Exception as error:  # foreign objects may raise anything while they are encoded
@@ -2204,18 +2198,25 @@ def _fetch_and_call(
     progress: Progress,
 ) -> tuple[str, Json]:
     """Do steps 4 and 5 of a deployment; return the deployer's ref and details."""
+    # 4. fetch the files
     fetch_model_files(ctx, fetcher, req.model, req.dir, progress=progress)
     ctx.raise_if_cancelled()
+    # 5. call the deployer
     try:
         return _call(deployer, ctx, req)
     finally:
         _warn_of_changes(req.deploy_id, progress.files)
 
 
-def _abandonable(ctx: Context, work: Callable[[], T]) -> T | BaseException:
-    """Return what `work` returns or raises in a thread of its own; Cancelled when abandoned.
+class _Interrupted(Cancelled):
+    """Stands for the Ctrl-C of a script that waited for a deployment."""
 
-    What an abandoned `work` returns later is dropped.
+
+def _abandonable(ctx: Context, work: Callable[[], T]) -> T | BaseException:
+    """Return what `work` returns or raises, in a thread of its own, or Cancelled when abandoned.
+
+    Nothing ends a deployer that does not listen: only from another thread can its deployment be
+    recorded when the server stops. What it returns later is dropped.
     """
     outcome: list[T | BaseException] = []
 
@@ -2232,7 +2233,7 @@ def _abandonable(ctx: Context, work: Callable[[], T]) -> T | BaseException:
             thread.join(LOOK_INTERVAL_S)
     except KeyboardInterrupt:  # in a script that deploys from its main thread
         ctx.cancel("interrupted")
-        ctx.abandoned = True
+        return _Interrupted(ctx.reason)
     return outcome[0] if outcome else Cancelled(ctx.reason)
 
 
@@ -2240,7 +2241,7 @@ def _judge(ctx: Context, outcome: tuple[str, Json] | BaseException) -> tuple[str
     """Return the ref, the details and the error that are recorded for what the deployer did."""
     if not isinstance(outcome, BaseException):
         ref, details = outcome
-        if not ctx.cancelled or ctx.reason == SERVER_STOPPING:
+        if not ctx.cancelled or ctx.reason == SERVER_STOPPING:  # a result in time counts
             return ref, details, ""
         return "", {}, _cut(f"{ctx.reason}; the deployer returned ref {ref}")
     error = _text_of(outcome)
@@ -2302,21 +2303,22 @@ def deploy_model(
     dir = model_dir(root, model)
     if fetcher is None:
         raise TrainingError("unavailable", "there is no active sidecar to fetch the files from")
+    # Model and options are the deployer's own: what it changes in them reaches nobody else.
+    files = tuple(dataclasses.replace(file) for file in model.files)
+    own = dataclasses.replace(model, params=copy.deepcopy(model.params), files=files)
     # 3. record the deployment
     deploy_id = store.record_trained_model_deployment(
         model.id, deployer.name, request.options or {}
     )
     about = f"model {model.id}, deployer {deployer.name}"
     log.info("deployment %d started: %s", deploy_id, about)
-    progress = Progress()
-    if running is not None:
-        running[deploy_id] = progress
-    # Model and options are the deployer's own: what it changes in them reaches nobody else.
-    own = dataclasses.replace(model, params=copy.deepcopy(model.params), files=(*model.files,))
+    running = {} if running is None else running
+    running[deploy_id] = progress = Progress()
     req = DeployTrainedModelRequest(deploy_id, own, dir, json.loads(options))
-    # 4. fetch the files, 5. call the deployer
+    # 4. fetch the files, and 5. call the deployer: see _fetch_and_call
     work = functools.partial(_fetch_and_call, ctx, fetcher, deployer, req, progress)
-    ref, details, error = _judge(ctx, _abandonable(ctx, work))
+    outcome = _abandonable(ctx, work)
+    ref, details, error = _judge(ctx, outcome)
     # 6. update the record
     status = "failed" if error else "completed"
     fetched = str(dir) if progress.complete else ""
@@ -2326,9 +2328,10 @@ def deploy_model(
         stored = _finish(ctx, store, deploy_id, status, fetched, ref, details, error, duration_ms)
         error = stored["error"]
     except TrainingError as failure:
-        made = error or f"the deployer returned ref {_storable(ref)}"
-        status, error = "failed", f"deployment {deploy_id} is not recorded: {failure}; {made}"
-    if running is not None:
+        made = error or f"the deployer returned ref {ref}"
+        error = _cut(_storable(f"deployment {deploy_id} is not recorded: {failure}; {made}"))
+        status = "failed"
+    finally:
         del running[deploy_id]
     level = logging.WARNING if error else logging.INFO
     figures = (deploy_id, status, duration_ms, about, progress, error or f"ref {ref}")
@@ -2337,6 +2340,8 @@ def deploy_model(
     event: Json = {"model_id": model.id, "deploy_id": deploy_id, "deployer": deployer.name}
     event |= {"duration_ms": duration_ms} | ({"error": error} if error else {})
     _emit(system_event, SystemEvent(f"training.model_deploy.{status}", event))
+    if isinstance(outcome, _Interrupted):
+        raise KeyboardInterrupt
     if error or stored is None:
         raise TrainingError("upstream" if stored else "internal", error, stored)
     return stored
@@ -3106,7 +3111,7 @@ class _API:
                 system_event=self._system_event,
                 running=self._running,
             )
-        return _json_answer(200, deployment)  # 8. answer
+        return _json_answer(200, deployment)  # 8. answer; a failure's is made by _error_answer
 
     def list_deployers(self, request: _Handler) -> _Answer:
         """Answer with the registered deployers."""
@@ -3216,7 +3221,7 @@ def _until_stopped(stop: threading.Event | None = None) -> Iterator[Callable[[],
         yield wait
     finally:
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def serve(*, stop: threading.Event | None = None, **options: Any) -> None:
@@ -3264,62 +3269,6 @@ def _object(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text!r:.80} is no JSON object: {error}") from None
 
 
-_COMMANDS: Sequence[tuple[str, str, str, Mapping[str, Mapping[str, Any]]]] = (
-    (
-        "serve",
-        "Serve the API and the page.",
-        "Keys are read from the environment: GLIGABAO_API_KEY, GLIGABAO_SIDECAR_TOKEN.",
-        {
-            "--host": {"help": "address to serve on; others than loopback need a key (127.0.0.1)"},
-            "--port": {"help": "port to serve on, 0 for any free one (7878)", "type": _port},
-            "--database": {"help": "SQLite file or postgresql:// URL (build/gligabao.db)"},
-            "--training": {"help": "switch the training API on", "action": "store_true"},
-            "--sidecar": {"help": "URL of a sidecar, or a directory with trained/<job id>/ in it"},
-            "--trained-model-deploy-dir": {
-                "help": "directory for fetched files (trained_models beside the database)",
-                "metavar": "DIR",
-            },
-        },
-    ),
-    (
-        "sidecar",
-        "Serve a directory of models as a sidecar.",
-        "The token that requests need is read from the environment: GLIGABAO_SIDECAR_TOKEN.",
-        {
-            "DIR": {"help": "directory with trained/<job id>/ in it"},
-            "--host": {
-                "help": "address to serve on; others than loopback need a token (127.0.0.1)"
-            },
-            "--port": {"help": "port to serve on, 0 for any free one (7879)", "type": _port},
-        },
-    ),
-    (
-        "deploy",
-        "Ask a server for a deployment, wait for it, print it as JSON.",
-        "Exits 0 when it completed, 1 when it failed. The key is read from GLIGABAO_API_KEY.",
-        {
-            "MODEL_ID": {"help": "id of the trained model", "type": _model_id},
-            "DEPLOYER": {"help": "name of a registered deployer"},
-            "--options": {
-                "help": "JSON object for the deployer",
-                "type": _object,
-                "metavar": "JSON",
-            },
-            "--url": {"help": "where the server is (http://127.0.0.1:7878)", "type": _server_url},
-        },
-    ),
-    (
-        "demo",
-        "Deploy a small model here, in a temporary directory that is removed at the end.",
-        "",
-        {
-            "--once": {"help": "deploy once, print the record, and end", "action": "store_true"},
-            "--port": {"help": "port to serve on (7878, or any free one)", "type": _port},
-        },
-    ),
-)
-
-
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--version", action="version", version=f"gligabao {__version__}")
@@ -3330,34 +3279,57 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Deployers are code: register them with gligabao.main(trained_model_deployers=…).",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, help, epilog, arguments in _COMMANDS:
-        command = commands.add_parser(
-            name,
-            parents=[common],
-            help=help,
-            description=help,
-            epilog=epilog,
-            argument_default=argparse.SUPPRESS,  # so that an option given in code holds
+
+    def command(name: str, help: str, epilog: str = "") -> Callable[..., object]:
+        made = commands.add_parser(
+            name, parents=[common], help=help, description=help, epilog=epilog
         )
-        for argument, settings in arguments.items():
-            command.add_argument(argument, **settings)
+        # A flag that is absent leaves no value, so that an option given in code holds.
+        return functools.partial(made.add_argument, default=argparse.SUPPRESS)
+
+    environment = "Keys come from the environment: GLIGABAO_API_KEY, GLIGABAO_SIDECAR_TOKEN."
+    add = command("serve", "Serve the API and the page.", environment)
+    add("--host", help="address to serve on; others than loopback need a key (127.0.0.1)")
+    add("--port", type=_port, help="port to serve on, 0 for any free one (7878)")
+    add("--database", help="SQLite file or postgresql:// URL (build/gligabao.db)")
+    add("--training", action="store_true", help="switch the training API on")
+    add("--sidecar", help="URL of a sidecar, or a directory with trained/<job id>/ in it")
+    add("--trained-model-deploy-dir", metavar="DIR", help="for fetched files (beside the database)")
+    environment = "The token that requests need comes from GLIGABAO_SIDECAR_TOKEN."
+    add = command("sidecar", "Serve a directory of models as a sidecar.", environment)
+    add("directory", metavar="DIR", help="directory with trained/<job id>/ in it")
+    add("--host", help="address to serve on; others than loopback need a token (127.0.0.1)")
+    add("--port", type=_port, help="port to serve on, 0 for any free one (7879)")
+    text = "Ask a server for a deployment, wait for it, print it as JSON."
+    codes = "Exits 0 when it completed, 1 when it failed. The key comes from GLIGABAO_API_KEY."
+    add = command("deploy", text, codes)
+    add("model_id", metavar="MODEL_ID", type=_model_id, help="id of the trained model")
+    add("deployer", metavar="DEPLOYER", help="name of a registered deployer")
+    add("--options", metavar="JSON", type=_object, help="JSON object for the deployer")
+    add("--url", type=_server_url, help="where the server is (http://127.0.0.1:7878)")
+    add = command("demo", "Deploy a small model here, in a temporary directory that is removed.")
+    add("--once", action="store_true", help="deploy once, print the record, and end")
+    add("--port", type=_port, help="port to serve on (7878, or any free one)")
     return parser
 
 
 def _is_taken(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return True
+    return False
 
 
 def _run_sidecar(options: Json) -> int:
     token = _secret(os.environ.get("GLIGABAO_SIDECAR_TOKEN"), "GLIGABAO_SIDECAR_TOKEN")
-    routes = _SidecarDirectory(options["DIR"]).routes()
+    routes = _SidecarDirectory(options["directory"]).routes()
     host, port = options.get("host", "127.0.0.1"), options.get("port", 7879)
     with _until_stopped() as wait, contextlib.ExitStack() as held:
         server = _HTTPServer(host, port, routes, token, "/")
         held.callback(server.stop)
         who = "who has the token" if token else "this machine"
-        log.info("the sidecar serves %s at %s to %s", options["DIR"], server.url, who)
+        log.info("the sidecar serves %s at %s to %s", options["directory"], server.url, who)
         wait()
     return 0
 
@@ -3418,42 +3390,42 @@ def _release_deployer(releases: Path) -> DeployTrainedModelFunc:
     return release
 
 
-def _follow(url: str, headers: Mapping[str, str], deployer: str, done: threading.Event) -> None:
+def _follow(ctx: Context, url: str, headers: Mapping[str, str], deployer: str) -> None:
     """Show once a second how far the newest running deployment by this deployer is."""
-    while not done.wait(1):
+    while not ctx.wait(1):
         text = "waiting"
         with contextlib.suppress(Exception):  # it is only to look at; the answer tells
             request = urllib.request.Request(url, headers=dict(headers))
-            with _open_url(Context(), request, CONNECT_TIMEOUT_S) as response:
+            with _open_url(ctx, request, CONNECT_TIMEOUT_S) as response:
                 rows = json.loads(response.read())["deployments"]
+            key = "running", deployer
             progress = next(
-                row["progress"]
-                for row in rows
-                if (row["status"], row["deployer"]) == ("running", deployer)
+                row["progress"] for row in rows if (row["status"], row["deployer"]) == key
             )
-            text = (
-                "{files_done} of {files_total} files, {bytes_done} of {bytes_total} bytes".format(
-                    **progress
-                )
+            done, total = progress["files_done"], progress["files_total"]
+            text = f"{done} of {total} files, {{bytes_done}} of {{bytes_total}} bytes".format(
+                **progress
             )
-            if progress["files_done"] == progress["files_total"] > 0:
+            if done == total > 0:
                 text = "the deployer is working"
         print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
     print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _run_deploy(options: Json) -> int:
-    server, deployer = options.get("url", "http://127.0.0.1:7878"), options["DEPLOYER"]
-    url = f"{server}/v1/gb/training/models/{options['MODEL_ID']}/deployments"
+    server, deployer = options.get("url", "http://127.0.0.1:7878"), options["deployer"]
+    url = f"{server}/v1/gb/training/models/{options['model_id']}/deployments"
     key = _secret(os.environ.get("GLIGABAO_API_KEY"), "GLIGABAO_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     # The options go as they were typed, so that every number arrives as it was written.
     body = f'{{"deployer": {_encode_json(deployer)}, "options": {options.get("options", "null")}}}'
     request = urllib.request.Request(url, body.encode(errors="surrogateescape"), headers)
-    done = threading.Event()
+    following = Context()
+    follower = threading.Thread(
+        target=_follow, args=(following, url, headers, deployer), daemon=True
+    )
     if sys.stderr.isatty():
-        follow = (url, headers, deployer, done)
-        threading.Thread(target=_follow, args=follow, daemon=True).start()
+        follower.start()
     try:
         with _open_url(Context(), request, None) as response:
             answer = json.loads(response.read())
@@ -3466,13 +3438,18 @@ def _run_deploy(options: Json) -> int:
     except (json.JSONDecodeError, AttributeError, KeyError):
         raise ValueError(f"{server} answered status {response.status} and no such JSON") from None
     finally:
-        done.set()
+        following.cancel("answered")
+        if follower.ident:
+            follower.join(1)
     print(json.dumps(deployment, indent=2))
     return 0 if deployment["status"] == "completed" else 1
 
 
 def _run_demo(options: Json) -> int:
-    with _until_stopped() as wait, tempfile.TemporaryDirectory(prefix="gligabao-demo-") as made:
+    with (
+        _until_stopped() as wait,
+        tempfile.TemporaryDirectory(prefix="gligabao-demo-", ignore_cleanup_errors=True) as made,
+    ):
         home, once = Path(made), options.pop("once", False)
         home.joinpath("releases").mkdir()
         options |= {
@@ -3490,7 +3467,7 @@ def _run_demo(options: Json) -> int:
             options["port"] = 0
         with Server(**options) as server:
             if once:
-                return _run_deploy({"url": server.url, "MODEL_ID": 1, "DEPLOYER": "release"})
+                return _run_deploy({"url": server.url, "model_id": 1, "deployer": "release"})
             url = f"{server.url}/v1/gb/training/models/1/deployments"
             print(f"Open {server.url}/admin and deploy the model there, or run")
             print(f'\n    curl {url} -d \'{{"deployer": "release"}}\'\n')
@@ -3510,7 +3487,8 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> int:
     command = given.pop("command")
     quiet = command == "demo" and given.get("once")
     logging.basicConfig(
-        level=logging.WARNING if quiet else logging.INFO, format="%(levelname)s %(message)s"
+        level=logging.WARNING if quiet else logging.INFO,
+        format="%(asctime)s %(levelname)s %(message)s",
     )
     keys = {
         "api_key": os.environ.get("GLIGABAO_API_KEY"),
@@ -3519,7 +3497,11 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> int:
     try:
         match command:
             case "serve":
+                before = {*threading.enumerate()}
                 serve(**keys | options | given)
+                if any(not thread.daemon for thread in {*threading.enumerate()} - before):
+                    logging.shutdown()
+                    os._exit(0)  # what a deployer left running must not hold the process
                 return 0
             case "sidecar":
                 return _run_sidecar(given)

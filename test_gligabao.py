@@ -1129,6 +1129,12 @@ def test_two_servers_start_on_one_empty_database_at_once(database: str) -> None:
             store.close()
 
 
+@pytest.mark.parametrize("rest", ["u:p@" + "a" * 60 + "@h/d", "u:p:q@h:x/d", "h:/a@b", "[::1"])
+def test_malformed_database_url_is_refused_at_once(rest: str) -> None:
+    with pytest.raises(ValueError, match="malformed"):
+        gligabao.open_store(f"postgresql://{rest}")
+
+
 def test_unknown_kind_of_database_is_refused_without_its_password() -> None:
     with pytest.raises(ValueError, match="no known kind") as caught:
         gligabao.open_store("mysql://u:s3cret@host/x")
@@ -2352,6 +2358,31 @@ def test_progress_of_a_running_deployment_is_listed(app: App, sidecar: Sidecar) 
     until(lambda: "progress" not in app.history(model)[0])
 
 
+def test_infinity_in_a_damaged_row_is_shown_as_null(
+    lite: App, sidecar: Sidecar, tmp_path: Path
+) -> None:
+    sidecar.add({"a": b"1"})
+    model = lite.record({"a": b"1"})
+    assert lite.deploy(model).status == 200
+    with direct(str(tmp_path / "gligabao.db")) as sql:
+        sql("UPDATE gb_trained_model_deployments SET duration_ms = 9e999")
+        sql("UPDATE gb_trained_models SET num_examples = -9e999")
+    assert lite.newest(model)["duration_ms"] is None
+    assert lite("GET", "/models").json["models"][0]["num_examples"] is None
+
+
+def test_interrupted_script_leaves_a_record_and_goes_on_being_interrupted(tmp_path: Path) -> None:
+    def deploy(ctx: Context, req: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        ctx.wait(20)
+        ctx.raise_if_cancelled()
+
+    with pytest.raises(KeyboardInterrupt):
+        deployed(tmp_path, deploy)
+    with contextlib.closing(gligabao.open_store(str(tmp_path / "x.db"))) as store:
+        assert store.list_trained_model_deployments(1)[0]["error"] == "interrupted"
+
+
 def test_deploy_model_refuses_before_it_records(tmp_path: Path) -> None:
     with contextlib.closing(gligabao.open_store(str(tmp_path / "x.db"))) as store:
         plant(str(tmp_path / "x.db"), "job-1", [])
@@ -3180,6 +3211,21 @@ def test_failed_start_exits_1_with_one_line(words: list[str], tmp_path: Path) ->
     assert "s3cret" not in done.stderr + done.stdout
 
 
+def test_thread_that_a_deployer_leaves_does_not_hold_the_process(
+    sidecar: Sidecar, tmp_path: Path
+) -> None:
+    sidecar.add({"a": b"1"})
+    with process(tmp_path / "one", str(tmp_path / "x.db"), sidecar, tmp_path / "r") as (
+        server,
+        url,
+    ):
+        request(url, "POST", f"{API}/models", {"job_id": "job-1", "files": listed({"a": b"1"})})
+        answer = request(url, "POST", f"{API}/models/1/deployments", {"deployer": "leave"})
+        assert answer.status == 200
+        server.terminate()
+        assert server.wait(12) == 0
+
+
 def test_main_takes_deployers_and_a_flag_wins(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         f"import sys; sys.path.insert(0, {str(HERE)!r}); import gligabao\n"
@@ -3963,10 +4009,11 @@ def test_page_shows_500_models_and_100_deployments_the_newest(
 
 ROUNDS = int(os.environ.get("GLIGABAO_TEST_ROUNDS", "15"))  # 100 once in a while
 OWN = (
-    "import sys, os; sys.path.insert(0, {!r}); import gligabao\n"
+    "import sys, threading, time; sys.path.insert(0, {!r}); import gligabao\n"
     "def mine(ctx, req): return gligabao.DeployTrainedModelResult(str(req.deploy_id))\n"
     "def slow(ctx, req): ctx.wait(1); ctx.raise_if_cancelled()\n"
-    "sys.exit(gligabao.main(trained_model_deployers={{'mine': mine, 'slow': slow}}))\n"
+    "def leave(ctx, req): threading.Thread(target=time.sleep, args=(60,)).start()\n"
+    "sys.exit(gligabao.main(trained_model_deployers={{'mine': mine, 'slow': slow, 'leave': leave}}))\n"
 )
 
 
@@ -4526,13 +4573,15 @@ def test_readmes_blocks_compile() -> None:
         compile(code, "README.md", "exec")
 
 
-def test_readme_names_every_option_flag_route_status_and_variable() -> None:
+def test_readme_names_every_option_flag_route_status_and_variable(tmp_path: Path) -> None:
     source = MODULE.read_text()
     options = {
         *inspect.signature(gligabao.Server).parameters,
         *inspect.signature(gligabao.serve).parameters,
     } - {"options"}
-    flags = {argument for _, _, _, arguments in gligabao._COMMANDS for argument in arguments}
+    commands = ("serve", "sidecar", "deploy", "demo")
+    help = "".join(run(command, "--help", cwd=tmp_path).stdout for command in commands)
+    flags = {*re.findall(r"--[a-z-]+", help)}
     api: Any = gligabao._API.__new__(gligabao._API)
     routes = {
         f"{method} {pattern.replace('([^/]+)', '{id}')}"
