@@ -546,7 +546,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _answer_request(self) -> None:
         begun = time.monotonic()
         self.body_left = 0
-        path, _, self.query = self.requestline.split()[1].partition("?")
+        path, _, self.query = self.requestline.split(" ")[1].partition("?")
         try:
             self.body_left = self._body_length()
             if not self.body_left:
@@ -575,13 +575,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         def malformed(text: str, status: int = 400) -> _Refusal:
             return _Refusal(status, text, close=True)
 
-        # The parser of the standard library keeps going after a line that is no header.
+        # The parser of the standard library splits at every kind of blank, takes HTTP/0.9, and
+        # keeps going after a line that is no header.
+        if not re.fullmatch(r"[!-~]+ [!-~]+ HTTP/1\.[0-9]+", self.requestline):
+            raise malformed("the request line must be a method, a target and HTTP/1.1")
         headers = self.headers
         folded = any("\n" in value or "\r" in value for value in headers.values())
         if headers.defects or headers.get_payload() or headers.get_unixfrom() or folded:
             raise malformed("the request's header has a malformed line")
-        if self.request_version == "HTTP/0.9":
-            raise malformed("HTTP/0.9 is not spoken here")
         hosts = len(headers.get_all("Host", []))
         if hosts > 1 or (not hosts and self.request_version != "HTTP/1.0"):
             raise malformed(f"a request needs one Host header, this one has {hosts}")
@@ -959,9 +960,18 @@ class _Store:
         Mapping[str, str]
     ]  # what the columns of the tables are called in this database
 
-    def _rows(self, sql: str, *values: object) -> list[Any]:
-        """Run one statement; return the rows it reads, or those it wrote and RETURNs."""
+    _errors: tuple[type[Exception], ...]  # what the driver raises
+
+    def _execute(self, sql: str, values: Sequence[object]) -> list[Any]:
+        """Run one statement; return the rows that it reads, or that it wrote and RETURNs."""
         raise NotImplementedError
+
+    def _rows(self, sql: str, *values: object) -> list[Any]:
+        try:
+            return self._execute(sql, [_column(value) for value in values])
+        except self._errors as error:
+            text = " ".join(str(error).split())
+            raise TrainingError("internal", f"the database does not take it: {text}") from error
 
     def close(self) -> None:
         """Close the database; nothing is used afterwards."""
@@ -1048,6 +1058,7 @@ class _Store:
 class _SQLite(_Store):
     """The records in one file, made when missing; a reader never waits for a writer."""
 
+    _errors = (sqlite3.Error, OverflowError)
     _types: ClassVar = {
         "key": "INTEGER PRIMARY KEY AUTOINCREMENT",
         "whole": "INTEGER",
@@ -1091,23 +1102,19 @@ class _SQLite(_Store):
                     raise
                 time.sleep(0.05)
 
-    def _rows(self, sql: str, *values: object) -> list[Any]:
+    def _execute(self, sql: str, values: Sequence[object]) -> list[Any]:
         write = not sql.startswith("SELECT")
         lock, connection = self._locks[write], self._connections[write]
         if not lock.acquire(timeout=BUSY_TIMEOUT_S):
-            raise TrainingError("internal", f"the database was busy for {BUSY_TIMEOUT_S} s")
+            raise sqlite3.OperationalError(f"it was locked for {BUSY_TIMEOUT_S} s")
         try:
-            given = [_column(value) for value in values]
-            try:
-                return connection.execute(sql, given).fetchall()
-            except sqlite3.OperationalError as error:
-                if "decode" not in str(error):
-                    raise
-                # Others wrote what is no UTF-8: from now on this connection reads it, more slowly.
-                connection.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
-                return connection.execute(sql, given).fetchall()
-        except (sqlite3.Error, OverflowError) as error:
-            raise TrainingError("internal", f"the database does not take it: {error}") from error
+            return connection.execute(sql, values).fetchall()
+        except sqlite3.OperationalError as error:
+            if "decode" not in str(error):
+                raise
+            # Others wrote what is no UTF-8: from now on this connection reads it, more slowly.
+            connection.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
+            return connection.execute(sql, values).fetchall()
         finally:
             lock.release()
 
@@ -1149,7 +1156,7 @@ class _PostgreSQL(_Store):
                 text = str(super().load(data))
                 return text[:-3].replace(" ", "T") + "Z" if text.endswith("+00") else text
 
-        self._time, self._error = Time, psycopg.Error
+        self._time, self._errors = Time, (psycopg.Error, TimeoutError)
         # No prepared statements: they do not survive a pooler between us and the database.
         self._connect = functools.partial(
             psycopg.connect, url, autocommit=True, prepare_threshold=None, connect_timeout=4
@@ -1172,9 +1179,7 @@ class _PostgreSQL(_Store):
         try:
             connection = self._idle.get(timeout=BUSY_TIMEOUT_S)
         except queue.Empty:
-            raise TrainingError(
-                "internal", f"the database was busy for {BUSY_TIMEOUT_S} s"
-            ) from None
+            raise TimeoutError(f"it was busy for {BUSY_TIMEOUT_S} s") from None
         try:
             if connection is not None:
                 poller = select.poll()
@@ -1183,22 +1188,17 @@ class _PostgreSQL(_Store):
                     connection.close()
                     connection = None
             if connection is None:
-                connection = self._connect()
-                connection.execute("SET timezone = 'UTC'; SET datestyle = 'ISO'")
-                connection.adapters.register_loader("timestamptz", self._time)
+                fresh = self._connect()
+                fresh.execute("SET timezone = 'UTC'; SET datestyle = 'ISO'")
+                fresh.adapters.register_loader("timestamptz", self._time)
+                connection = fresh
             yield connection
         finally:
             self._idle.put(None if connection is None or connection.closed else connection)
 
-    def _rows(self, sql: str, *values: object) -> list[Any]:
-        given = [_column(value) for value in values]
-        try:
-            with self._connection() as connection:
-                return list(connection.execute(sql.replace("?", "%s"), given).fetchall())
-        except self._error as error:
-            raise TrainingError(
-                "internal", f"the database does not take it: {' '.join(str(error).split())}"
-            ) from error
+    def _execute(self, sql: str, values: Sequence[object]) -> list[Any]:
+        with self._connection() as connection:
+            return list(connection.execute(sql.replace("?", "%s"), values).fetchall())
 
     def close(self) -> None:
         """Close the connections."""
@@ -1571,9 +1571,10 @@ class SidecarClient:
                 w.restart()
             elif status != (206 if start else 200):
                 raise _Failed(f"expected status {206 if start else 200}, got {status}")
-            for coding in headers.get_all("Content-Encoding", []):
-                if coding.strip().lower() not in ("identity", ""):
-                    raise _Failed(f"expected no Content-Encoding, got {coding:.80}")
+            for name, known in (("Content", ("identity", "")), ("Transfer", ("chunked",))):
+                for coding in headers.get_all(f"{name}-Encoding", []):
+                    if coding.strip().lower() not in known:
+                        raise _Failed(f"expected no {name}-Encoding, got {coding:.80}")
             missing = w.size - w.received
             for length in headers.get_all("Content-Length", []):
                 if length.strip() != str(missing):
@@ -2992,22 +2993,17 @@ def _model_json(model: TrainedModel) -> Json:
     return {**vars(model), "files": [vars(file) for file in model.files]}
 
 
+@dataclasses.dataclass
 class _API:
-    """What the server answers, with the store, the fetcher and the deployers it answers from."""
+    """What the server answers, from its store, its sidecar and its deployers."""
 
-    def __init__(
-        self,
-        store: _Store,
-        sidecar: SidecarClient | None,
-        deployers: Sequence[TrainedModelDeployer],
-        root: Path,
-        system_event: SystemEventHook | None,
-    ) -> None:
-        self._store, self._sidecar, self._deployers, self._root = store, sidecar, deployers, root
-        self._system_event = system_event
-        self._running: dict[
-            int, Progress
-        ] = {}  # one entry a deployment at work here; single operations, no lock
+    store: _Store
+    sidecar: SidecarClient | None
+    deployers: Sequence[TrainedModelDeployer]
+    root: Path
+    system_event: SystemEventHook | None
+    # One entry a deployment at work here; single operations on a dict need no lock.
+    running: dict[int, Progress] = dataclasses.field(default_factory=dict)
 
     def routes(self, *, training: bool) -> Routes:
         """Return the table of routes; those of training only where it is on."""
@@ -3042,7 +3038,7 @@ class _API:
     def _model(self, id: str) -> TrainedModel:
         model = None
         if re.fullmatch("[1-9][0-9]{0,18}", id) and int(id) in _WHOLE:
-            model = self._store.get_trained_model(int(id))
+            model = self.store.get_trained_model(int(id))
         if model is None:
             raise _Refusal(404, f"there is no trained model {id[:80]}")
         return model
@@ -3057,14 +3053,14 @@ class _API:
 
     def list_models(self, request: _Handler) -> _Answer:
         """Answer with the newest models."""
-        models = self._store.list_trained_models(self._limit(request))
+        models = self.store.list_trained_models(self._limit(request))
         return _json_answer(200, {"models": [_model_json(model) for model in models]})
 
     def record_model(self, request: _Handler) -> _Answer:
         """Record a trained model."""
         body = request.read_json()
         with request.watched() as ctx:
-            model = record_model(ctx, self._store, self._sidecar, body)
+            model = record_model(ctx, self.store, self.sidecar, body)
         if model is None:
             raise _Refusal(409, f"the job {body['job_id']} is recorded already")
         return _json_answer(201, _model_json(model))
@@ -3075,7 +3071,7 @@ class _API:
 
     def delete_model(self, request: _Handler, id: str) -> _Answer:
         """Delete a model and its deployments; its files stay."""
-        if not self._store.delete_trained_model(self._model(id).id):
+        if not self.store.delete_trained_model(self._model(id).id):
             raise _Refusal(404, f"there is no trained model {id}")
         return _Answer(204)
 
@@ -3083,15 +3079,15 @@ class _API:
         """Answer with the state of a model's files on the disk."""
         model = self._model(id)
         with request.watched() as ctx:
-            return _json_answer(200, audit_model(ctx, self._root, model))
+            return _json_answer(200, audit_model(ctx, self.root, model))
 
     def list_deployments(self, request: _Handler, id: str) -> _Answer:
         """Answer with the model's newest deployments; those at work here with their progress."""
         model = self._model(id)
-        deployments = self._store.list_trained_model_deployments(model.id, self._limit(request))
+        deployments = self.store.list_trained_model_deployments(model.id, self._limit(request))
         for deployment in deployments:
             if deployment["status"] == "running" and (
-                progress := self._running.get(deployment["id"])
+                progress := self.running.get(deployment["id"])
             ):
                 deployment["progress"] = progress.figures()
         return _json_answer(200, {"deployments": deployments})
@@ -3106,10 +3102,10 @@ class _API:
             )
         with request.watched() as ctx:
             deployment = deploy_model(
-                *(ctx, self._store, self._sidecar, self._deployers, self._root, model),
+                *(ctx, self.store, self.sidecar, self.deployers, self.root, model),
                 DeployRequest(body.get("deployer"), body.get("options")),  # type: ignore[arg-type]
-                system_event=self._system_event,
-                running=self._running,
+                system_event=self.system_event,
+                running=self.running,
             )
         return _json_answer(200, deployment)  # 8. answer; a failure's is made by _error_answer
 
@@ -3117,7 +3113,7 @@ class _API:
         """Answer with the registered deployers."""
         listed = [
             {"name": deployer.name, "description": deployer.description}
-            for deployer in self._deployers
+            for deployer in self.deployers
         ]
         return _json_answer(200, {"deployers": listed})
 

@@ -661,6 +661,8 @@ FRAMING = {
     "a blank before the colon": b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length : 5\r\n\r\n",
     "HTTP/0.9": b"GET /health\r\n\r\n",
     "HTTP/9.9": b"GET /health HTTP/9.9\r\nHost: localhost\r\n\r\n",
+    "another kind of blank": b"GET /health\xa0 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "a control in the target": b"GET /health\x1f HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "three words too many": b"GET /health HTTP/1.1 x y z\r\nHost: localhost\r\n\r\n",
     "a long line": b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "a long header": b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 70_000 + b"\r\n\r\n",
@@ -1265,6 +1267,10 @@ FINAL = {
     "gzip": (
         whole(payload(1000), 200, "Content-Encoding: gzip"),
         "expected no Content-Encoding, got gzip",
+    ),
+    "coded in transfer": (
+        says(head(200, "Transfer-Encoding: gzip") + payload(1000)),
+        "expected no Transfer-Encoding, got gzip",
     ),
     "an HTML page": (whole(b"<html>log in</html>"), "got 19 announced"),
 }
