@@ -445,7 +445,7 @@ def direct(database: str) -> Iterator[Callable[..., list[Any]]]:
 
             yield run
     else:
-        with contextlib.closing(sqlite3.connect(database, 10, isolation_level=None)) as lite:
+        with contextlib.closing(sqlite3.connect(database, timeout=10, isolation_level=None)) as lite:
             yield lambda sql, *values: lite.execute(sql, values).fetchall()
 
 
