@@ -510,11 +510,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server: _HTTPServer
     rfile: io.BufferedReader
 
-    def setup(self) -> None:
-        """Bound each single read and each answer."""
-        super().setup()
-        self.connection.settimeout(IDLE_TIMEOUT_S)
-
     def handle_one_request(self) -> None:
         """Read one request and answer it; it must be whole in time after its first byte."""
         self.close_connection = True
@@ -663,7 +658,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return self.server.watch(self.connection)
 
     def _send(self, answer: _Answer) -> None:
-        """Write the whole answer at once; a file follows in the kernel's own copy."""
+        """Write the answer, a small one at once; a file follows in the kernel's own copy.
+
+        The socket itself has no time-out, with which Python would wait before each call: the
+        deadline ends a write that gets nowhere, as it ends a read.
+        """
         length = answer.part[2] if answer.part else len(answer.body)
         lines = [
             f"HTTP/1.1 {answer.status} {http.HTTPStatus(answer.status).phrase}",
@@ -677,16 +676,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.close_connection:
             lines.append("Connection: close")
         head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+        data = memoryview(head if self.command == "HEAD" else head + answer.body)
+        for at in range(0, len(data), BLOCK_BYTES):
+            self.server.set_deadline(self.connection, IDLE_TIMEOUT_S)
+            self.connection.sendall(data[at : at + BLOCK_BYTES])
         file, offset, count = answer.part or (contextlib.nullcontext(), 0, 0)
         with file:
-            if self.command == "HEAD":
-                self.connection.sendall(head)
-                return
-            data = memoryview(head + answer.body)
-            for at in range(0, len(data), BLOCK_BYTES):  # each with a time-out of its own
-                self.connection.sendall(data[at : at + BLOCK_BYTES])
-            if count and self.connection.sendfile(file, offset, count) < count:
-                self.close_connection = True  # the file shrank: nobody waits for the rest
+            while count and self.command != "HEAD":
+                self.server.set_deadline(self.connection, IDLE_TIMEOUT_S)
+                sent = self.connection.sendfile(file, offset, min(count, 4 * BLOCK_BYTES))
+                if not sent:  # the file shrank: nobody waits for the rest
+                    self.close_connection = True
+                    return
+                offset, count = offset + sent, count - sent
 
     def _close_politely(self) -> None:
         """Let the client read its answer first: unread bytes would reset the connection."""
@@ -913,8 +915,8 @@ def _stored(text: object, kind: type[Any]) -> Any:
     try:
         stripped = str.strip(text)  # type: ignore[arg-type]
         value, end = _JSON.raw_decode(stripped)
-        if stripped.count("{") + stripped.count("[") > 300:
-            _encode_json(value)  # refuses what is nested too deep
+        if len(stripped) > 600:  # else it cannot be nested deeper than 300 levels
+            _encode_json(value)
     except (ValueError, TypeError, RecursionError):
         return kind()
     return value if end == len(stripped) and isinstance(value, kind) else kind()

@@ -445,7 +445,9 @@ def direct(database: str) -> Iterator[Callable[..., list[Any]]]:
 
             yield run
     else:
-        with contextlib.closing(sqlite3.connect(database, timeout=10, isolation_level=None)) as lite:
+        with contextlib.closing(
+            sqlite3.connect(database, timeout=10, isolation_level=None)
+        ) as lite:
             yield lambda sql, *values: lite.execute(sql, values).fetchall()
 
 
@@ -1752,6 +1754,32 @@ def test_lock_is_held_across_processes(lite: App, sidecar: Sidecar) -> None:
         assert sidecar.asked == []
         fcntl.flock(lock, fcntl.LOCK_UN)
         assert answer.result(10).status == 200
+
+
+def test_lock_of_a_failed_fetch_is_free_though_a_forked_child_has_it_open(tmp_path: Path) -> None:
+    code = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(HERE)!r})
+import gligabao, test_gligabao as t
+
+class Forking:
+    def download_model_file(self, ctx, model_path, file, w):
+        self.child = os.fork()
+        if not self.child:
+            time.sleep(60)
+            os._exit(0)
+        raise OSError(5, "half way")
+
+model, target, forking = t.model_of({{"a": b"1"}}), {str(tmp_path / "job-1")!r}, Forking()
+try:
+    gligabao.fetch_model_files(gligabao.Context(), forking, model, target)
+except gligabao.TrainingError as error:
+    print(error)
+gligabao.fetch_model_files(gligabao.Context(), t.Shelf({{"a": b"1"}}), model, target)
+os.kill(forking.child, signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-Bc", code], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout) == (0, "a: half way\n"), done.stderr
 
 
 def test_links_and_fifos_in_the_place_of_files_are_replaced_not_followed(
