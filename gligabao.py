@@ -718,13 +718,15 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
         # Guards the two dicts and stopping; held for a few instructions.
         self._guard = threading.Condition()
         self._looked = 0.0
-        family, *_, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        if not key and not _is_loopback(str(address[0])):
-            raise ValueError(f"{host!r} is no loopback address: to serve others needs a key")
-        self.address_family = family
-        super().__init__(address[:2], _Handler)  # type: ignore[arg-type]
+        kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
+        try:
+            found = socket.getaddrinfo(host or None, port, type=kind, flags=flags)
+            self.address_family, *_, address = found[0]
+            if not key and not _is_loopback(str(address[0])):
+                raise ValueError(f"{host!r} is no loopback address: to serve others needs a key")
+            super().__init__(address[:2], _Handler)  # type: ignore[arg-type]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, f"{host}:{port}") from None
         shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(address[0]), host)
         self.url = f"http://{f'[{shown}]' if ':' in shown else shown}:{self.server_port}"
         threading.Thread(target=self.serve_forever, args=(LOOK_INTERVAL_S,), daemon=True).start()

@@ -4046,7 +4046,7 @@ OWN = (
     "import sys, threading, time; sys.path.insert(0, {!r}); import gligabao\n"
     "def mine(ctx, req): return gligabao.DeployTrainedModelResult(str(req.deploy_id))\n"
     "def slow(ctx, req): ctx.wait(1); ctx.raise_if_cancelled()\n"
-    "def leave(ctx, req): threading.Thread(target=time.sleep, args=(60,)).start()\n"
+    "def leave(ctx, req): threading.Thread(target=time.sleep, args=(60,), daemon=False).start()\n"
     "sys.exit(gligabao.main(trained_model_deployers={{'mine': mine, 'slow': slow, 'leave': leave}}))\n"
 )
 
