@@ -2273,11 +2273,24 @@ def _finish(ctx: Context, store: _Store, deploy_id: int, *values: Any) -> Json:
     return stored
 
 
-def _emit(system_event: SystemEventHook | None, event: SystemEvent) -> None:
-    """Call the hook, which changes nothing, whatever it does."""
+def _copy_of(model: TrainedModel) -> TrainedModel:
+    """Return a copy for a deployer: what it changes in it reaches nobody else."""
+    files = tuple(dataclasses.replace(file) for file in model.files)
+    return dataclasses.replace(model, params=copy.deepcopy(model.params), files=files)
+
+
+def _announce(
+    system_event: SystemEventHook | None, status: str, event: Json, progress: Progress, ref: str
+) -> None:
+    """Log how a deployment ended; call the hook, which changes nothing, whatever it does."""
+    level, end = logging.INFO, f"ref {ref}"
+    if "error" in event:
+        level, end = logging.WARNING, event["error"]
+    text = "deployment {deploy_id} %s in {duration_ms} ms: model {model_id}, deployer {deployer}"
+    log.log(level, f"{text.format(**event)}, %s, %.1000s", status, progress, end)
     try:
         if system_event is not None:
-            system_event(event)
+            system_event(SystemEvent(f"training.model_deploy.{status}", event))
     except BaseException as error:  # the border to foreign code
         log.error("the system event hook raised %s: %s", type(error).__name__, _text_of(error))
 
@@ -2308,21 +2321,16 @@ def deploy_model(
     dir = model_dir(root, model)
     if fetcher is None:
         raise TrainingError("unavailable", "there is no active sidecar to fetch the files from")
-    # Model and options are the deployer's own: what it changes in them reaches nobody else.
-    files = tuple(dataclasses.replace(file) for file in model.files)
-    own = dataclasses.replace(model, params=copy.deepcopy(model.params), files=files)
+    own = _copy_of(model)
     # 3. record the deployment
-    deploy_id = store.record_trained_model_deployment(
-        model.id, deployer.name, request.options or {}
-    )
-    about = f"model {model.id}, deployer {deployer.name}"
-    log.info("deployment %d started: %s", deploy_id, about)
+    given = request.options or {}
+    deploy_id = store.record_trained_model_deployment(model.id, deployer.name, given)
+    log.info("deployment %d started: model %d, deployer %s", deploy_id, model.id, deployer.name)
     running = {} if running is None else running
     running[deploy_id] = progress = Progress()
     req = DeployTrainedModelRequest(deploy_id, own, dir, json.loads(options))
     # 4. fetch the files, and 5. call the deployer: see _fetch_and_call
-    work = functools.partial(_fetch_and_call, ctx, fetcher, deployer, req, progress)
-    outcome = _abandonable(ctx, work)
+    outcome = _abandonable(ctx, lambda: _fetch_and_call(ctx, fetcher, deployer, req, progress))
     ref, details, error = _judge(ctx, outcome)
     # 6. update the record
     status = "failed" if error else "completed"
@@ -2338,13 +2346,10 @@ def deploy_model(
         status = "failed"
     finally:
         del running[deploy_id]
-    level = logging.WARNING if error else logging.INFO
-    figures = (deploy_id, status, duration_ms, about, progress, error or f"ref {ref}")
-    log.log(level, "deployment %d %s in %d ms: %s, %s, %.1000s", *figures)
     # 7. emit the system event
     event: Json = {"model_id": model.id, "deploy_id": deploy_id, "deployer": deployer.name}
     event |= {"duration_ms": duration_ms} | ({"error": error} if error else {})
-    _emit(system_event, SystemEvent(f"training.model_deploy.{status}", event))
+    _announce(system_event, status, event, progress, ref)
     if isinstance(outcome, _Interrupted):
         raise KeyboardInterrupt
     if error or stored is None:
