@@ -274,14 +274,7 @@ def _refuse_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is not JSON")
 
 
-def _finite(text: str) -> float:
-    number = float(text)
-    if math.isinf(number):
-        raise ValueError(f"the number {text[:40]} is too large")
-    return number
-
-
-_JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _decode_json(data: bytes) -> Any:

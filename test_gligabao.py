@@ -1679,6 +1679,23 @@ def test_fetcher_that_writes_other_bytes_than_recorded_fails(tmp_path: Path, dat
     assert on_disk(tmp_path / "job-1") == {}
 
 
+def test_short_file_without_a_digest_fails(tmp_path: Path) -> None:
+    model = TrainedModel(1, "n", "job-1", files=(TrainedModelFile("a", 6),))
+    with pytest.raises(gligabao.TrainingError, match=r"^a: expected 6 bytes, got 5"):
+        gligabao.fetch_model_files(
+            Context(), Shelf({"a": b"12345"}), model, gligabao.model_dir(tmp_path, model)
+        )
+
+
+def test_complete_model_deploys_while_somebody_holds_its_lock(lite: App, sidecar: Sidecar) -> None:
+    sidecar.add({"a": b"12"})
+    model = lite.record({"a": b"12"})
+    assert lite.deploy(model).status == 200
+    with open(lite.root / ".job-1.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert lite.deploy(model).status == 200
+
+
 def test_only_missing_and_damaged_files_are_fetched_again(
     app: App, sidecar: Sidecar, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -2290,6 +2307,22 @@ def test_what_a_deployer_changes_reaches_nobody_else(
     assert other("GET", f"/models/{model}").json["params"] == {"lr": 1}
 
 
+def test_model_of_a_script_is_not_changed_by_its_deployer(tmp_path: Path) -> None:
+    def change(ctx: Context, req: gligabao.DeployTrainedModelRequest) -> None:
+        req.model.params["evil"] = True
+        vars(req.model.files[0])["path"] = "evil"
+
+    database = str(tmp_path / "x.db")
+    model = dataclasses.replace(model_of({"a": b"1"}), params={"lr": 1})
+    with contextlib.closing(gligabao.open_store(database)) as store:
+        plant(database, "job-1", "[]")
+        deployers = gligabao.resolve_deployers({"it": change})
+        gligabao.deploy_model(
+            *(Context(), store, Shelf({"a": b"1"}), deployers, tmp_path, model, DeployRequest("it"))
+        )
+    assert (model.params, model.files[0].path) == ({"lr": 1}, "a")
+
+
 def test_file_changed_by_a_deployer_is_warned_of_and_repaired(
     serve: Callable[..., App], sidecar: Sidecar, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -2704,6 +2737,16 @@ def test_sidecars_list_that_is_nonsense_is_502(
     answer = app("POST", "/models", {"job_id": "job-1"})
     assert (answer.status, bool(answer.error)) == (502, True)
     httpserver.check_assertions()
+
+
+def test_list_of_files_has_the_limit_of_a_fetch(
+    serve: Callable[..., App], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gligabao, "FETCH_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        app = serve(sidecar=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        answer = app("POST", "/models", {"job_id": "job-1"})
+    assert (answer.status, "took longer than 0.3 s" in answer.error) == (502, True)
 
 
 def test_audit_reads_the_disk_and_fetches_nothing(app: App, sidecar: Sidecar) -> None:
