@@ -378,8 +378,8 @@ class Context:
 
 
 # ---- wire ----------------------------------------------------------------------------------------
-# Knows HTTP/1.1: framing, deadlines, who may come in, one write an answer, errors as JSON. Knows no
-# route: each server gives a table of them. May use: context, types.
+# Knows HTTP/1.1: framing, deadlines, who may come in, errors as JSON. Knows no route but the page's,
+# to which other sites may link: each server gives a table of them. May use: context, types.
 
 MAX_BODY_BYTES = 1024 * 1024  # options are 64 KiB at most; a model with thousands of files fits too
 _STATUS_OF_KIND = {"invalid": 400, "upstream": 502, "internal": 500, "unavailable": 503}
@@ -2005,8 +2005,8 @@ def fetch_model_files(
 
 
 # ---- deployment ----------------------------------------------------------------------------------
-# Knows what happens next and what is recorded when. Knows no route and no status. May use: fetch,
-# sidecar, files, store, deployers, context, types.
+# Knows what happens next and what is recorded when, of models and of deployments. Knows no route and
+# no status. May use: fetch, sidecar, files, store, deployers, context, types.
 
 _WHOLE = range(-(1 << 63), 1 << 63)  # what both databases hold
 

@@ -2818,6 +2818,20 @@ def test_large_answer_that_is_read_slowly_is_not_cut(
     assert size > 8_000_000
 
 
+def test_answer_that_is_not_read_is_given_up(
+    lite: App, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = json.dumps({"a": "x" * 30_000_000})
+    model = plant(str(tmp_path / "gligabao.db"), "job-1", "[]", params=params)
+    monkeypatch.setattr(gligabao, "IDLE_TIMEOUT_S", 0.5)
+    threads = threading.active_count()
+    with lite.connect() as connection:
+        line = f"GET {API}/models/{model} HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        connection.sendall(line.encode())
+        until(lambda: threading.active_count() > threads)
+        until(lambda: threading.active_count() <= threads)
+
+
 def test_client_that_is_gone_when_it_is_answered_changes_nothing(
     lite: App, sidecar: Sidecar
 ) -> None:
