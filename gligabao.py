@@ -255,18 +255,17 @@ def _encode_json(value: object) -> str:
         raise ValueError("a string holds a lone surrogate") from None
     except RecursionError:
         raise ValueError(too_deep) from None
-    level: list[Any] = [value]
-    for _ in range(300):
-        dicts = [node for node in level if isinstance(node, dict)]
-        if any(not isinstance(key, str) for node in dicts for key in node):
-            raise ValueError("a key is not a string")
-        level = [child for node in dicts for child in node.values()] + [
-            child for node in level if isinstance(node, list | tuple) for child in node
-        ]
-        if not level:
-            return text
-    if any(isinstance(node, dict | list | tuple) for node in level):
-        raise ValueError(too_deep)
+
+    def check(node: object, levels: int) -> None:
+        if isinstance(node, dict | list | tuple):
+            if not levels:
+                raise ValueError(too_deep)
+            if isinstance(node, dict) and not all(isinstance(key, str) for key in node):
+                raise ValueError("a key is not a string")
+            for child in node.values() if isinstance(node, dict) else node:
+                check(child, levels - 1)
+
+    check(value, 300)
     return text
 
 
@@ -1230,9 +1229,8 @@ def open_store(database: str) -> _Store:
 # Knows safe names, how to reach a file below no link, and digests. May use: context, types.
 
 _JOB_ID = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
-_IN_PLACE = (
-    os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-)  # a link is not followed, a FIFO not waited for
+# A link is not followed, a FIFO not waited for.
+_IN_PLACE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def _is_job_id(text: object) -> bool:
