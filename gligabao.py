@@ -315,9 +315,7 @@ class Context:
 
     def __init__(self) -> None:
         self.reason = ""
-        self.abandoned = (
-            False  # set when even the answer to the cancellation is no longer waited for
-        )
+        self.abandoned = False  # the server's: not even the answer to it is waited for any more
         self._event = threading.Event()
         self._acts: list[Callable[[], object]] = []
         self._guard = threading.Lock()  # guards reason and _acts; held for a few instructions
