@@ -1074,7 +1074,7 @@ class _SQLite(_Store):
                 self._connections[write] = connection
                 connection.execute("PRAGMA synchronous = FULL")
                 connection.execute("PRAGMA foreign_keys = ON")
-            self._keep_a_wal()
+            self._switch_to_wal()
             writer = self._connections[True]
             writer.execute("BEGIN IMMEDIATE")
             for statement in self._tables():
@@ -1084,7 +1084,7 @@ class _SQLite(_Store):
             self.close()
             raise type(error)(f"the database {path}: {error}") from error
 
-    def _keep_a_wal(self) -> None:
+    def _switch_to_wal(self) -> None:
         """Switch to a write-ahead log; for this SQLite does not wait for others who open it."""
         end = time.monotonic() + BUSY_TIMEOUT_S
         while True:
@@ -1744,9 +1744,8 @@ class _Incoming:
         self.received = 0
         self.state = ""  # after a look at the disk: ok, missing, wrong size, wrong sha256
         self.outcome = ""  # once it is right: kept, fetched, repaired
-        self.stamp: tuple[int, int, int] | None = (
-            None  # its size, time and inode when it was found right
-        )
+        # Its size, time and inode when it was found right.
+        self.stamp: tuple[int, int, int] | None = None
         self._file: io.FileIO | None = None
         self._new_hash: Callable[[], Any] = hashlib.sha256
         self._hash: Any = None
