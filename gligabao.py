@@ -378,6 +378,7 @@ class Context:
 # Knows HTTP/1.1: framing, deadlines, who may come in, errors as JSON. Knows no route but the page's,
 # to which other sites may link: each server gives a table of them. May use: context, types.
 
+MAX_LINE_BYTES, MAX_HEADERS = 64 * 1024, 100  # no client needs more for the head of a request
 MAX_BODY_BYTES = 1024 * 1024  # options are 64 KiB at most; a model with thousands of files fits too
 _STATUS_OF_KIND = {"invalid": 400, "upstream": 502, "internal": 500, "unavailable": 503}
 # Without POLLRDHUP (macOS) a client that pipelined a request hides its leaving behind those bytes.
@@ -392,6 +393,10 @@ class _Refusal(Exception):
     ) -> None:
         super().__init__(text)
         self.status, self.headers, self.close = status, headers, close
+
+
+def _malformed(text: str) -> _Refusal:
+    return _Refusal(400, text, close=True)
 
 
 class _Gone(Exception):
@@ -413,16 +418,22 @@ _ENCODER = json.JSONEncoder(
 )
 
 
-def _json_answer(status: int, value: object, headers: Mapping[str, str] = {}) -> _Answer:
-    # Rows that others damaged may hold what JSON does not: bytes become text, infinity null, and
-    # lone surrogates a question mark.
+def _json_text(value: object) -> str:
+    # Rows that others damaged may hold what JSON does not: bytes become text, infinity null.
     try:
-        text = _ENCODER.encode(value)
+        return _ENCODER.encode(value)
     except ValueError:
         plain = json.loads(json.dumps(value, default=str), parse_constant=lambda word: None)
-        text = _ENCODER.encode(plain)
-    headers = {"Content-Type": "application/json", **headers}
-    return _Answer(status, text.encode(errors="replace"), headers)
+        return _ENCODER.encode(plain)
+
+
+def _text_answer(status: int, json_text: str, headers: Mapping[str, str] = {}) -> _Answer:
+    body = json_text.encode(errors="replace")  # a lone surrogate becomes a question mark
+    return _Answer(status, body, {"Content-Type": "application/json", **headers})
+
+
+def _json_answer(status: int, value: object, headers: Mapping[str, str] = {}) -> _Answer:
+    return _text_answer(status, _json_text(value), headers)
 
 
 def _error_answer(error: Exception) -> _Answer:
@@ -483,19 +494,15 @@ Route = Callable[..., _Answer]
 Routes = Sequence[tuple[str, Mapping[str, Route]]]
 
 
-class _Headers(http.client.HTTPMessage):
-    """Headers of a request; whatever type its body has, the parser must not look for parts in it."""
-
-    def get_content_type(self) -> str:
-        """Return the type by which the parser goes on after the headers."""
-        return "text/plain"
+# The library's parser takes more than this: folded lines, a lone CR, blanks around a name, HTTP/0.9.
+# To a proxy in front these may mean another request than to us.
+_REQUEST_LINE = re.compile(rb"([!-~]+) ([!-~]+) (HTTP/1\.[0-9]+)\r?\n")
+_HEADER_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)\r?\n")
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     """One connection: reads requests, checks their framing and who asks, answers by the route."""
 
-    protocol_version = "HTTP/1.1"
-    MessageClass = _Headers
     disable_nagle_algorithm = True  # it makes a file behind its header wait for the client's ACK
     server: _HTTPServer
     rfile: io.BufferedReader
@@ -508,31 +515,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if not self.rfile.peek(1):
                 return
             self.server.set_deadline(self.connection, IDLE_TIMEOUT_S)
-            self.raw_requestline = self.rfile.readline(65537)
-            if len(self.raw_requestline) > 65536:
-                self.requestline = self.command = ""
-                self.send_error(400, "the request line is longer than 65536 bytes")
-            elif self.raw_requestline.endswith(b"\n") and self.parse_request():
-                self._answer_request()
+            self._answer_request()
         except (OSError, _Gone) as error:
             log.debug("%s left: %s", self.client_address[0], error)
             self.close_connection = True
 
-    def handle_expect_100(self) -> bool:
-        """Leave the interim answer to `read_json`, when it is known that the body is wanted."""
-        return True
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what the parser refuses: always 400, as JSON, and the end of the connection."""
-        self.close_connection = True
-        self._send(_json_answer(400, {"error": message or http.HTTPStatus(code).phrase}))
-        self._close_politely()
-
     def _answer_request(self) -> None:
         begun = time.monotonic()
+        self.command = path = self.query = ""
         self.body_left = 0
-        path, _, self.query = self.requestline.split(" ")[1].partition("?")
         try:
+            target = self._read_head()
+            path, _, self.query = target.partition("?")
             self.body_left = self._body_length()
             if not self.body_left:
                 self.server.set_deadline(self.connection, math.inf)
@@ -554,34 +548,52 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.server.set_deadline(self.connection, IDLE_TIMEOUT_S)
             self.rfile.read(self.body_left)
 
+    def _read_line(self) -> bytes:
+        line = self.rfile.readline(MAX_LINE_BYTES + 1)
+        if len(line) > MAX_LINE_BYTES:
+            raise _malformed(f"a line of the request's head is longer than {MAX_LINE_BYTES} bytes")
+        if not line.endswith(b"\n"):
+            raise _Gone("the request ended early")
+        return line
+
+    def _read_head(self) -> str:
+        """Read the request's line and headers; return its target. Raises _Refusal, _Gone."""
+        self.headers = http.client.HTTPMessage()
+        line = self._read_line()
+        if line == b"\r\n":  # some clients send it after a body
+            line = self._read_line()
+        if not (found := _REQUEST_LINE.fullmatch(line)):
+            raise _malformed("the request line must be a method, a target and HTTP/1.1")
+        self.command, target, self.request_version = (part.decode() for part in found.groups())
+        while (line := self._read_line()) not in (b"\r\n", b"\n"):
+            count = len(self.headers) + 1
+            if count > MAX_HEADERS:
+                raise _malformed(f"the request has more than {MAX_HEADERS} headers")
+            if not (found := _HEADER_LINE.fullmatch(line)):
+                raise _malformed(f"header {count} of the request is no line like Name: value")
+            self.headers[found[1].decode()] = found[2].lstrip(b" \t").decode("latin-1")
+        connection = self.headers.get("Connection", "").lower()
+        old = self.request_version == "HTTP/1.0"
+        self.close_connection = connection == "close" or (old and connection != "keep-alive")
+        return target
+
     def _body_length(self) -> int:
         """Check the framing of the request; return the length of its body."""
-
-        def malformed(text: str, status: int = 400) -> _Refusal:
-            return _Refusal(status, text, close=True)
-
-        # The parser of the standard library splits at every kind of blank, takes HTTP/0.9, and
-        # keeps going after a line that is no header.
-        if not re.fullmatch(r"[!-~]+ [!-~]+ HTTP/1\.[0-9]+", self.requestline):
-            raise malformed("the request line must be a method, a target and HTTP/1.1")
         headers = self.headers
-        folded = any("\n" in value or "\r" in value for value in headers.values())
-        if headers.defects or headers.get_payload() or headers.get_unixfrom() or folded:
-            raise malformed("the request's header has a malformed line")
         hosts = len(headers.get_all("Host", []))
         if hosts > 1 or (not hosts and self.request_version != "HTTP/1.0"):
-            raise malformed(f"a request needs one Host header, this one has {hosts}")
+            raise _malformed(f"a request needs one Host header, this one has {hosts}")
         lengths = headers.get_all("Content-Length", [])
         if encodings := headers.get_all("Transfer-Encoding", []):
             if lengths or [coding.lower() for coding in encodings] != ["chunked"]:
-                raise malformed("the body's length is unclear: send one Content-Length")
-            raise malformed("a chunked body is not taken: send a Content-Length", 411)
+                raise _malformed("the body's length is unclear: send one Content-Length")
+            raise _Refusal(411, "a chunked body is not taken: send a Content-Length", close=True)
         if not lengths:
             return 0
         if len(lengths) > 1 or not re.fullmatch("[0-9]{1,4000}", lengths[0]):
-            raise malformed("Content-Length must be one number in plain digits")
+            raise _malformed("Content-Length must be one number in plain digits")
         if (length := int(lengths[0])) > MAX_BODY_BYTES:
-            raise malformed(f"the body is longer than the {MAX_BODY_BYTES} bytes that are taken")
+            raise _malformed(f"the body is longer than the {MAX_BODY_BYTES} bytes that are taken")
         return length
 
     def _check_caller(self, path: str) -> None:
@@ -864,7 +876,8 @@ def resolve_deployers(registry: Registry | None) -> list[TrainedModelDeployer]:
         if deployer.name in names:
             raise invalid(f"two have the name {deployer.name}")
         if not callable(deployer.deploy):
-            raise invalid(f"{deployer.name} has no function to call, but {deployer.deploy!r:.80}")
+            kind = type(deployer.deploy).__name__
+            raise invalid(f"{deployer.name} has no function to call, but a {kind}")
         names.add(deployer.name)
     return sorted(deployers, key=lambda deployer: deployer.name)
 
@@ -1042,11 +1055,15 @@ class _Store:
 
     def list_trained_model_deployments(self, model_id: int, limit: int = 100) -> list[Json]:
         """Return the model's newest deployments first, at most `limit`."""
+        return [_deployment_from(row) for row in self.deployment_rows(model_id, limit)]
+
+    def deployment_rows(self, model_id: int, limit: int) -> list[tuple[Any, ...]]:
+        """Return the same as rows; `_deployment_from` makes a deployment of each."""
         sql = (
             f"SELECT {_DEPLOYMENT_COLUMNS} FROM gb_trained_model_deployments"
             " WHERE trained_model_id = ? ORDER BY id DESC LIMIT ?"
         )
-        return [_deployment_from(row) for row in self._rows(sql, model_id, limit)]
+        return self._rows(sql, model_id, limit)
 
 
 class _SQLite(_Store):
@@ -1103,6 +1120,10 @@ class _SQLite(_Store):
             raise sqlite3.OperationalError(f"it was locked for {BUSY_TIMEOUT_S} s")
         try:
             return connection.execute(sql, values).fetchall()
+        except OverflowError:  # beyond 64 bits: no row has such a number
+            if write:
+                raise
+            return []
         except sqlite3.OperationalError as error:
             if "decode" not in str(error):
                 raise
@@ -2986,6 +3007,12 @@ def _csp_hash(tag: str) -> str:
     return f"{tag}-src 'sha256-{digest}'"
 
 
+# As many as one answer may have: what has ended stays as it is, and pages ask for it again and again.
+@functools.lru_cache(500)
+def _deployment_text(row: tuple[Any, ...]) -> str:
+    return _json_text(_deployment_from(row))
+
+
 def _model_json(model: TrainedModel) -> Json:
     return {**vars(model), "files": [vars(file) for file in model.files]}
 
@@ -3032,12 +3059,15 @@ class _API:
             (f"{base}/deployers", {"GET": self.list_deployers}),
         )
 
-    def _model(self, id: str) -> TrainedModel:
-        model = None
-        if re.fullmatch("[1-9][0-9]{0,18}", id) and int(id) in _WHOLE:
-            model = self.store.get_trained_model(int(id))
-        if model is None:
+    def _number(self, id: str) -> int:
+        if not re.fullmatch("[1-9][0-9]{0,18}", id) or int(id) not in _WHOLE:
             raise _Refusal(404, f"there is no trained model {id[:80]}")
+        return int(id)
+
+    def _model(self, id: str) -> TrainedModel:
+        model = self.store.get_trained_model(self._number(id))
+        if model is None:
+            raise _Refusal(404, f"there is no trained model {id}")
         return model
 
     def _limit(self, request: _Handler) -> int:
@@ -3080,14 +3110,21 @@ class _API:
 
     def list_deployments(self, request: _Handler, id: str) -> _Answer:
         """Answer with the model's newest deployments; those at work here with their progress."""
-        model = self._model(id)
-        deployments = self.store.list_trained_model_deployments(model.id, self._limit(request))
-        for deployment in deployments:
-            if deployment["status"] == "running" and (
-                progress := self.running.get(deployment["id"])
-            ):
-                deployment["progress"] = progress.figures()
-        return _json_answer(200, {"deployments": deployments})
+        try:
+            limit = self._limit(request)
+        except _Refusal:
+            self._model(id)  # an unknown model is told first
+            raise
+        rows, texts = self.store.deployment_rows(self._number(id), limit), []
+        if not rows:
+            self._model(id)
+        for row in rows:
+            text = _deployment_text(row)
+            deploy_id, _, _, _, status, *_ = row
+            if status == "running" and (progress := self.running.get(deploy_id)):
+                text = f'{text[:-1]},"progress":{_json_text(progress.figures())}}}'
+            texts.append(text)
+        return _text_answer(200, f'{{"deployments":[{",".join(texts)}]}}')
 
     def deploy(self, request: _Handler, id: str) -> _Answer:
         """Deploy a model, and answer when that has ended."""
@@ -3122,8 +3159,8 @@ class _API:
 class Server:
     """The server, which serves at `url`, in background threads, while a `with` block lasts.
 
-    Raises ValueError for bad options, OSError for the address and the disk, the driver's error for
-    the database, and then nothing stays open. Leaving the block cancels what runs, waits for it up
+    Raises ValueError or TypeError for bad options, OSError for the address and the disk, the driver's
+    error for the database, and then nothing stays open. Leaving the block cancels what runs, waits for it up
     to STOP_GRACE_S, and leaves every deployment of this server recorded. The options are `serve`'s.
     """
 

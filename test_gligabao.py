@@ -661,14 +661,18 @@ FRAMING = {
     "no header line": b"GET /health HTTP/1.1\r\nHost: localhost\r\nnonsense\r\nContent-Length: 5\r\n\r\n",
     "a folded line": b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: a\r\n b\r\n\r\n",
     "a blank before the colon": b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length : 5\r\n\r\n",
-    "HTTP/0.9": b"GET /health\r\n\r\n",
+    "empty lines": b"\r\n\r\n",
+    "a lone CR": b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: a\rContent-Length: 5\r\n\r\n",
+    "a NUL": b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: a\0b\r\n\r\n",
+    "a name that is no token": b"GET /health HTTP/1.1\r\nHost: localhost\r\nX@: a\r\n\r\n",
+    "HTTP/0.9": b"GET /health\r\n",
     "HTTP/9.9": b"GET /health HTTP/9.9\r\nHost: localhost\r\n\r\n",
     "another kind of blank": b"GET /health\xa0 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "a control in the target": b"GET /health\x1f HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "three words too many": b"GET /health HTTP/1.1 x y z\r\nHost: localhost\r\n\r\n",
     "a long line": b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "a long header": b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 70_000 + b"\r\n\r\n",
-    "200 headers": b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: x\r\n" * 200 + b"\r\n",
+    "101 headers": b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: x\r\n" * 100 + b"\r\n",
     **{
         f"Transfer-Encoding {value!r}": f"POST {API}/models HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: {value}\r\n\r\n2\r\n{{}}\r\n0\r\n\r\n".encode()
         for value in (
@@ -708,6 +712,12 @@ def test_bad_framing_is_400_and_the_end_of_the_connection(lite: App, data: bytes
 def test_type_of_a_body_does_not_matter(lite: App, kind: str) -> None:
     body = {"job_id": "job-1", "files": listed({"a": b"1"})}
     assert lite("POST", "/models", body, Content_Type=kind).status == 201
+
+
+def test_empty_line_after_a_body_is_no_request(lite: App) -> None:
+    data = f"GET {API}/deployers HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{{}}\r\n"
+    answers = raw(lite, data.encode() + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 2)
+    assert [answer.status for answer in answers] == [200, 200]
 
 
 def test_chunked_body_is_411_and_the_end_of_the_connection(lite: App) -> None:
@@ -878,11 +888,17 @@ def test_burst_of_200_connections_is_answered(lite: App) -> None:
         assert {*pool.map(ask, range(200))} == {200}
 
 
-def test_log_escapes_control_characters(lite: App, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "gligabao")
-    raw(lite, b"GET /\x1b[2J HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    text = until(lambda: next((message for message in caplog.messages if "[2J" in message), ""))
-    assert "\\x1b[2J" in text
+def test_log_escapes_control_characters(
+    serve: Callable[..., App], sidecar: Sidecar, caplog: pytest.LogCaptureFixture
+) -> None:
+    def paints(ctx: Context, req: gligabao.DeployTrainedModelRequest) -> None:
+        raise RuntimeError("\x1b[2J\n")
+
+    sidecar.add({"a": b"1"})
+    app = serve(trained_model_deployers={"paints": paints})
+    app.deploy(app.record({"a": b"1"}), "paints")
+    (text,) = (message for message in caplog.messages if "[2J" in message)
+    assert "\\x1b[2J\\n" in text
     assert "\x1b" not in text
 
 
@@ -975,6 +991,8 @@ def test_deployment_is_stored_running_and_then_as_it_ended(store: Any, database:
     assert [row["id"] for row in store.list_trained_model_deployments(1)] == [second, first]
     assert [row["id"] for row in store.list_trained_model_deployments(1, limit=1)] == [second]
     assert store.get_trained_model_deployment(999) is None
+    assert store.get_trained_model_deployment(2**70) is None
+    assert store.list_trained_model_deployments(2**70) == []
     assert store.finish_trained_model_deployment(999, "failed", "", "", {}, "", 0) is None
 
 
@@ -2614,6 +2632,7 @@ def test_limit_counts_from_the_newest(app: App, sidecar: Sidecar, database: str)
     for bad in ("0", "-1", "+1", "abc", "", "1.5", "1e2", "%D9%A5", "1_0", "%201", "9" * 5000):
         assert app("GET", f"{path}?limit={bad}").status == 400
         assert app("GET", f"/models?limit={bad}").status == 400
+        assert app("GET", f"/models/99/deployments?limit={bad}").status == 404
     assert len(app("GET", "/models?limit=1").json["models"]) == 1
 
 
