@@ -1171,7 +1171,10 @@ class _PostgreSQL(_Store):
                 text = str(super().load(data))
                 return text[:-3].replace(" ", "T") + "Z" if text.endswith("+00") else text
 
-        self._time, self._errors = Time, (psycopg.Error, TimeoutError)
+        # Tables that others made may have JSON as such: it is read as the text it is to us.
+        plain = psycopg.types.string.TextLoader
+        self._loaders = {"timestamptz": Time, "json": plain, "jsonb": plain}
+        self._errors = (psycopg.Error, TimeoutError)
         # No prepared statements: they do not survive a pooler between us and the database.
         self._connect = functools.partial(
             psycopg.connect, url, autocommit=True, prepare_threshold=None, connect_timeout=4
@@ -1205,7 +1208,8 @@ class _PostgreSQL(_Store):
             if connection is None:
                 fresh = self._connect()
                 fresh.execute("SET timezone = 'UTC'; SET datestyle = 'ISO'")
-                fresh.adapters.register_loader("timestamptz", self._time)
+                for name, loader in self._loaders.items():
+                    fresh.adapters.register_loader(name, loader)
                 connection = fresh
             yield connection
         finally:
@@ -3510,8 +3514,9 @@ def _run_demo(options: Json) -> int:
 def main(argv: Sequence[str] | None = None, **options: Any) -> int:
     """Run the command line, `argv` or the process's, with options of `serve`, such as your deployers.
 
-    A flag wins over an option. Returns the exit code: 0, or 1 when a start failed, which is said in
-    one line; exits with 2 on bad usage. Configures logging unless the program has.
+    A flag wins over an option. Returns the exit code: 0, 1 when a deployment or a start failed, which
+    is said in one line, 130 when interrupted; exits with 2 on bad usage. Configures logging unless the
+    program has.
     """
     given = vars(_parser().parse_args(argv))
     command = given.pop("command")
