@@ -273,7 +273,13 @@ def _refuse_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is not JSON")
 
 
-_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
+def _finite(digits: str) -> float:
+    if math.isinf(number := float(digits)):
+        raise ValueError(f"{digits:.40} is too large a number")
+    return number
+
+
+_JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def _decode_json(data: bytes) -> Any:
@@ -292,9 +298,13 @@ def _cut(text: str) -> str:
     return text if len(text) <= 10_000 else text[:9_999] + "…"
 
 
-def _text_of(error: BaseException) -> str:
-    """Return the exception's text, its class name where it has none, cut to 10,000 characters."""
-    tells: Sequence[Callable[[], str]] = (lambda: str(error), lambda: type(error).__name__)
+def _text_of(error: BaseException, *attributes: str) -> str:
+    """Return the first of these attributes that is a text, or the exception's text, or its class.
+
+    Cut to 10,000 characters. Whatever the exception does when it is asked is suffered.
+    """
+    tells: list[Callable[[], str]] = [lambda: str(error), lambda: type(error).__name__]
+    tells[:0] = [functools.partial(getattr, error, name) for name in attributes]
     for tell in tells:
         with contextlib.suppress(BaseException):  # foreign code: __str__ may do anything
             if text := str.__str__(tell()):  # a plain one, not of a foreign class
@@ -334,7 +344,8 @@ class Context:
             self._event.set()
             acts = list(self._acts)
         for act in acts:
-            act()
+            with contextlib.suppress(Exception):  # a context that a deployer has broken
+                act()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Sleep up to `timeout` seconds (None: for ever); return True as soon as it is cancelled."""
@@ -370,7 +381,7 @@ class Context:
                 timer.daemon = True
                 timer.start()
                 held.callback(timer.cancel)
-            held.enter_context(self.on_cancel(lambda: inner.cancel(self.reason)))
+            held.enter_context(self.on_cancel(lambda: Context.cancel(inner, self.reason)))
             yield inner
 
 
@@ -378,6 +389,7 @@ class Context:
 # Knows HTTP/1.1: framing, deadlines, who may come in, errors as JSON. Knows no route but the page's,
 # to which other sites may link: each server gives a table of them. May use: context, types.
 
+SEND_BYTES = 64 * 1024  # what a client that reads an answer takes, at the least, in IDLE_TIMEOUT_S
 MAX_LINE_BYTES, MAX_HEADERS = 64 * 1024, 100  # no client needs more for the head of a request
 MAX_BODY_BYTES = 1024 * 1024  # options are 64 KiB at most; a model with thousands of files fits too
 _STATUS_OF_KIND = {"invalid": 400, "upstream": 502, "internal": 500, "unavailable": 503}
@@ -679,18 +691,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             lines.append("Connection: close")
         head = ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
         data = memoryview(head if self.command == "HEAD" else head + answer.body)
-        for at in range(0, len(data), BLOCK_BYTES):
-            self.server.set_deadline(self.connection, IDLE_TIMEOUT_S)
-            self.connection.sendall(data[at : at + BLOCK_BYTES])
-        file, offset, count = answer.part or (contextlib.nullcontext(), 0, 0)
-        with file:
-            while count and self.command != "HEAD":
+        with answer.part[0] if answer.part else contextlib.nullcontext():
+            for at in range(0, len(data), SEND_BYTES):
                 self.server.set_deadline(self.connection, IDLE_TIMEOUT_S)
-                sent = self.connection.sendfile(file, offset, min(count, 4 * BLOCK_BYTES))
-                if not sent:  # the file shrank: nobody waits for the rest
-                    self.close_connection = True
-                    return
-                offset, count = offset + sent, count - sent
+                self.connection.sendall(data[at : at + SEND_BYTES])
+            if answer.part and self.command != "HEAD":
+                self._send_part(*answer.part)
+
+    def _send_part(self, file: BinaryIO, offset: int, count: int) -> None:
+        while count:
+            self.server.set_deadline(self.connection, IDLE_TIMEOUT_S)
+            to, size = self.connection.fileno(), min(count, SEND_BYTES)
+            if not (sent := os.sendfile(to, file.fileno(), offset, size)):
+                self.close_connection = True  # the file shrank: nobody waits for the rest
+                return
+            offset, count = offset + sent, count - sent
 
     def _close_politely(self) -> None:
         """Let the client read its answer first: unread bytes would reset the connection."""
@@ -748,6 +763,7 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Take note of a new connection, then serve it in a thread of its own."""
+        request.settimeout(None)  # whatever default a deployer has set for the process
         self.set_deadline(request, IDLE_TIMEOUT_S)
         super().process_request(request, client_address)
 
@@ -812,12 +828,15 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
             ctx.cancel(SERVER_STOPPING)
         with self._guard:
             self._guard.wait_for(lambda: not self._deadlines, STOP_GRACE_S)
-            for ctx in self._watched.values():
-                ctx.abandoned = True
-            for connection in self._deadlines.keys() - self._watched.keys():
+            given_up = {*self._watched}
+            for connection in given_up:
+                self._watched[connection].abandoned = True
+            for connection in self._deadlines.keys() - given_up:
                 _hang_up(connection)  # its client does not read the answer
             # What was given up is now recorded, which takes long where the database is in trouble.
-            self._guard.wait_for(lambda: not self._deadlines, 2 * STOP_GRACE_S + BUSY_TIMEOUT_S)
+            self._guard.wait_for(
+                lambda: given_up.isdisjoint(self._deadlines), 2 * STOP_GRACE_S + BUSY_TIMEOUT_S
+            )
 
 
 # ---- deployers -----------------------------------------------------------------------------------
@@ -984,8 +1003,8 @@ class _Store:
         """Close the database; nothing is used afterwards."""
         raise NotImplementedError
 
-    def _tables(self) -> list[str]:
-        """Return the statements that make what is missing; an existing table is left as it is."""
+    def _tables(self) -> dict[str, str]:
+        """Return the statements that make what is missing, by its name; the rest is left as it is."""
         models = """CREATE TABLE IF NOT EXISTS gb_trained_models (
             id {key}, name TEXT NOT NULL, job_id TEXT NOT NULL UNIQUE, base_model TEXT,
             model_size TEXT, dataset TEXT, num_examples {whole}, num_train_steps {whole},
@@ -999,7 +1018,12 @@ class _Store:
                 REFERENCES gb_trained_models (id) ON DELETE CASCADE)"""
         newest = """CREATE INDEX IF NOT EXISTS gb_trained_model_deployments_newest
             ON gb_trained_model_deployments (trained_model_id, id)"""
-        return [statement.format(**self._types) for statement in (models, deployments, newest)]
+        statements = {
+            "gb_trained_models": models,
+            "gb_trained_model_deployments": deployments,
+            "gb_trained_model_deployments_newest": newest,
+        }
+        return {name: sql.format(**self._types) for name, sql in statements.items()}
 
     def record_trained_model(self, fields: Json) -> TrainedModel | None:
         """Store a model with these columns; return it, or None when its job is recorded already."""
@@ -1094,7 +1118,7 @@ class _SQLite(_Store):
             self._switch_to_wal()
             writer = self._connections[True]
             writer.execute("BEGIN IMMEDIATE")
-            for statement in self._tables():
+            for statement in self._tables().values():
                 writer.execute(statement)
             writer.execute("COMMIT")
         except sqlite3.Error as error:
@@ -1177,16 +1201,26 @@ class _PostgreSQL(_Store):
         self._errors = (psycopg.Error, TimeoutError)
         # No prepared statements: they do not survive a pooler between us and the database.
         self._connect = functools.partial(
-            psycopg.connect, url, autocommit=True, prepare_threshold=None, connect_timeout=4
+            psycopg.connect,
+            url,
+            autocommit=True,
+            prepare_threshold=None,
+            connect_timeout=4,
+            client_encoding="UTF8",
         )
         self._idle: queue.LifoQueue[psycopg.Connection[Any] | None] = queue.LifoQueue()
         for _ in range(8):
             self._idle.put(None)
         try:
             with self._connection() as connection, connection.transaction():
+                encoding = connection.info.parameter_status("server_encoding")
+                if encoding not in ("UTF8", "SQL_ASCII"):
+                    raise ValueError(f"the database must be one in UTF8, this one is in {encoding}")
                 connection.execute("SELECT pg_advisory_xact_lock(7349874591868649335)")
-                for statement in self._tables():
-                    connection.execute(statement)
+                for name, statement in self._tables().items():
+                    # IF NOT EXISTS would ask for the right to make what is there.
+                    if connection.execute("SELECT to_regclass(%s)", [name]).fetchone() == (None,):
+                        connection.execute(statement)
         except BaseException:
             self.close()
             raise
@@ -1227,12 +1261,13 @@ class _PostgreSQL(_Store):
                     connection.close()
 
 
-def open_store(database: str) -> _Store:
+def open_store(database: str | os.PathLike[str]) -> _Store:
     """Open the records in an SQLite file or at a postgresql:// URL; make what tables are missing.
 
     Raises ValueError for a URL of another kind, ImportError where psycopg is missing, OSError and
     the driver's error when the database cannot be opened; nothing stays open then.
     """
+    database = os.fspath(database)
     scheme, separator, rest = database.partition("://")
     if not separator:
         return _SQLite(Path(os.path.abspath(database)))
@@ -1464,10 +1499,16 @@ class _Dialler(urllib.request.AbstractHTTPHandler):
 
 
 def _why(error: Exception) -> str:
-    reason = getattr(error, "reason", error)  # urllib wraps the one that says more
-    return getattr(reason, "strerror", None) or _text_of(
-        reason if isinstance(reason, Exception) else error
-    )
+    reason = getattr(error, "reason", None)  # urllib wraps the one that says more
+    return _text_of(reason if isinstance(reason, Exception) else error, "strerror")
+
+
+def _is_here(host: str) -> bool:
+    """Say whether this host is this machine, however it is written: 127.1, localhost., 0.0.0.0."""
+    host = host.rstrip(".")
+    with contextlib.suppress(OSError, UnicodeError):
+        host = str(socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][4][0])
+    return _is_loopback(host.removeprefix("::ffff:")) or host in ("0.0.0.0", "::")
 
 
 @contextlib.contextmanager
@@ -1482,13 +1523,15 @@ def _open_url(
     with contextlib.ExitStack() as held:
         opener = urllib.request.OpenerDirector()
         opener.add_handler(_Dialler(ctx, held))
-        if not _is_loopback(urllib.parse.urlsplit(request.full_url).hostname or ""):
+        if not _is_here(urllib.parse.urlsplit(request.full_url).hostname or ""):
             opener.add_handler(urllib.request.ProxyHandler())
         try:
             response = opener.open(request, timeout=timeout)
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             ctx.raise_if_cancelled()
             raise _Failed(f"no answer: {_why(error)}", again=True) from error
+        except ValueError:  # the proxy's, whose text would tell its password
+            raise _Failed("no answer: the URL of the environment's proxy is malformed") from None
         with response:
             yield response
 
@@ -1554,8 +1597,9 @@ class SidecarClient:
                 if reached() > best:
                     best, failures = reached(), 0
                 failures += 1
-                # A sidecar may echo the token, which must not get into an error.
-                text = f"{what}: {failed}".replace(self._token or "\0", "…")
+                # A sidecar may echo the token, which must not get into an error, nor a part of it.
+                told = str(failed).replace(self._token or "\0", "…")
+                text = f"{what}: {told:.500}"
                 if not failed.again:
                     raise _upstream(text) from None
                 if failures > len(RETRY_PAUSES_S):
@@ -1583,7 +1627,7 @@ class SidecarClient:
             if status == 416 or (status == 206 and not offset.startswith(f"bytes {start}-")):
                 if start:
                     w.restart()
-                    text = f"expected the bytes from {start} on, got status {status} {offset:.80}"
+                    text = f"expected the bytes from {start} on, got status {status} {offset}"
                     raise _Failed(text, again=True)
             if start and status == 200:
                 w.restart()
@@ -1591,12 +1635,12 @@ class SidecarClient:
                 raise _Failed(f"expected status {206 if start else 200}, got {status}")
             for name, known in (("Content", ("identity", "")), ("Transfer", ("chunked",))):
                 for coding in headers.get_all(f"{name}-Encoding", []):
-                    if coding.strip().lower() not in known:
-                        raise _Failed(f"expected no {name}-Encoding, got {coding:.80}")
+                    if coding.lower() not in known:  # a blank behind it counts for http.client
+                        raise _Failed(f"expected no {name}-Encoding, got {coding}")
             missing = w.size - w.received
             for length in headers.get_all("Content-Length", []):
                 if length.strip() != str(missing):
-                    raise _Failed(f"expected {missing} bytes, got {length:.80} announced")
+                    raise _Failed(f"expected {missing} bytes, got {length} announced")
             self._copy(ctx, response, w)
 
     def _copy(self, ctx: Context, response: http.client.HTTPResponse, w: Any) -> None:
@@ -1605,7 +1649,7 @@ class SidecarClient:
         while True:
             try:
                 data = response.read1(BLOCK_BYTES)
-            except (OSError, http.client.HTTPException) as error:
+            except (OSError, http.client.HTTPException, ValueError) as error:
                 data, why = b"", f": {_why(error)}"
             if not data:
                 break
@@ -1636,19 +1680,19 @@ class SidecarClient:
                 raise _Failed(f"expected status 200, got {response.status}")
             try:
                 data = response.read(16 * MAX_BODY_BYTES)  # a list of some 100,000 files
-            except (OSError, http.client.HTTPException) as error:
+            except (OSError, http.client.HTTPException, ValueError) as error:
                 raise _Failed(f"no whole list of files: {_why(error)}", again=True) from error
             ctx.raise_if_cancelled()
             if response.length:
                 raise _Failed(f"{response.length} bytes of the list are missing", again=True)
         try:
-            return [_file_from(entry) for entry in _decode_json(data)["files"]]
+            files = [_file_from(entry) for entry in _decode_json(data)["files"]]
+            _check_files(files)
+            if not files:
+                raise ValueError("there are none")
         except (ValueError, TypeError, KeyError) as error:
-            raise _Failed(f"expected a list of files, got something else: {error!r:.200}") from None
-
-
-def _raise(error: OSError) -> NoReturn:
-    raise error
+            raise _Failed(f"expected a list of files, got something else: {error!r}") from None
+        return files
 
 
 class _SidecarDirectory:
@@ -1691,22 +1735,29 @@ class _SidecarDirectory:
     def files(self, request: _Handler) -> _Answer:
         """Answer with the files of a model, their sizes and digests, but no link or device."""
         parts = self._model(request)
-        listed = []
+        listed: list[Json] = []
+        unread: list[list[str]] = [[]]  # directories, which may nest deeper than calls do
         try:
-            with request.watched() as ctx, _directory(self._root, parts) as top:
-                for where, folders, names, directory in os.fwalk(".", onerror=_raise, dir_fd=top):
-                    folders.sort()
-                    for name in sorted(names):
-                        path = os.path.normpath(f"{where}/{name}")
-                        with (
-                            contextlib.suppress(ValueError, FileNotFoundError),
-                            _open_regular(name, directory) as file,
-                        ):
-                            entry: Json = {"path": _check_path(path)}
-                            entry["size_bytes"] = os.fstat(file.fileno()).st_size
-                            listed.append(entry | {"sha256": _digest(ctx, file)})
-        except (OSError, RecursionError) as error:
+            with request.watched() as ctx:
+                while unread:
+                    folders = unread.pop()
+                    with _directory(self._root, [*parts, *folders]) as directory:
+                        for name in os.listdir(directory):
+                            if name.startswith(".fetch-"):
+                                continue
+                            try:
+                                with _open_regular(name, directory) as file:
+                                    size = os.fstat(file.fileno()).st_size
+                                    path, digest = "/".join([*folders, name]), _digest(ctx, file)
+                            except IsADirectoryError:
+                                unread.append([*folders, name])
+                            except FileNotFoundError:
+                                continue
+                            else:
+                                listed.append({"path": path, "size_bytes": size, "sha256": digest})
+        except OSError as error:
             raise _Refusal(404, f"no model at {'/'.join(parts)!r}: {_why(error)}") from None
+        listed.sort(key=lambda entry: entry["path"])
         return _json_answer(200, {"files": listed})
 
     def file(self, request: _Handler) -> _Answer:
@@ -1784,23 +1835,24 @@ class _Incoming:
         """Append bytes; raises TrainingError for more than recorded, OSError for the disk's."""
         if self._file is None:
             raise ValueError(f"{self.path}: written to outside its download")
-        block = bytes(data)  # no copy where it is bytes; the caller may use another buffer again
+        # A copy, unless it is bytes: the caller may use its buffer again.
+        block = data if isinstance(data, bytes) else bytes(memoryview(data))
         if self.received + len(block) > self.size:
             raise _upstream(f"{self.path}: expected {self.size} bytes, got more")
-        rest = memoryview(block)
+        # Where it belongs, so that a write that failed half-way may be tried again.
+        rest, end = memoryview(block), self.received + len(block)
         while rest:
-            rest = rest[self._file.write(rest) :]
+            rest = rest[os.pwrite(self._file.fileno(), rest, end - len(rest)) :]
         self._hash.update(block)
-        self.received += len(block)
+        self.received = end
 
     def restart(self) -> None:
         """Forget what was received."""
         if self._file is None:
             raise ValueError(f"{self.path}: restarted outside its download")
+        fresh = self._new_hash()
         self._hash.hexdigest()
-        self._file.seek(0)
-        self._file.truncate()
-        self._hash, self.received = self._new_hash(), 0
+        self._hash, self.received = fresh, 0  # the bytes on the disk will be written over
 
     @contextlib.contextmanager
     def download(self, descriptor: int, *, alone: bool) -> Iterator[None]:
@@ -1911,9 +1963,8 @@ def _locked(ctx: Context, dir: Path) -> Iterator[None]:
     The lock's file, beside the directory, is never removed: whoever waits for it has it open.
     Waiting is by short pauses, since nothing ends a blocked flock.
     """
-    descriptor = os.open(
-        dir.parent / f".{dir.name}.lock", os.O_RDWR | os.O_CREAT | _IN_PLACE, 0o666
-    )
+    name, flags = f".{dir.name}.lock", os.O_RDWR | os.O_CREAT | _IN_PLACE
+    descriptor = os.open(dir.parent / name, flags, 0o666)
     try:
         while True:
             try:
@@ -1922,10 +1973,24 @@ def _locked(ctx: Context, dir: Path) -> Iterator[None]:
             except BlockingIOError:
                 ctx.wait(0.02)
                 ctx.raise_if_cancelled()
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a forked child still has it open
     finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a forked child still has it open
         os.close(descriptor)
+
+
+def _changed(files: Sequence[_Incoming]) -> list[str]:
+    """Return the paths of the files that are not what they were when they were found right."""
+    changed = []
+    for file in files:
+        stamp = None
+        with contextlib.suppress(OSError), file.directory() as directory:
+            stamp = _stamp(os.stat(file.name, dir_fd=directory, follow_symlinks=False))
+        if stamp != file.stamp:
+            changed.append(file.path)
+    return changed
 
 
 def _leftovers(files: Sequence[_Incoming], *, remove: bool) -> bool:
@@ -1950,18 +2015,23 @@ def _download(
     with file.directory(create=True) as directory:
         try:
             descriptor = os.open(temporary, flags | _IN_PLACE, 0o666, dir_fd=directory)
+            inode = os.fstat(descriptor).st_ino
             with file.download(descriptor, alone=alone):
                 fetcher.download_model_file(ctx, model_path, file.path, file)
             ctx.raise_if_cancelled()
+            file.stamp = _stamp(os.stat(temporary, dir_fd=directory, follow_symlinks=False))
+            if (file.stamp[0], file.stamp[2]) != (file.size, inode):
+                raise _upstream(f"{file.path}: changed while it was fetched")
             os.replace(temporary, file.name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException as error:  # the border to a fetcher, which is foreign code
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=directory)
-            if isinstance(error, Cancelled) or getattr(error, "kind", "") == "upstream":
+            if issubclass(type(error), Cancelled):  # isinstance would ask the exception
                 raise
-            text = getattr(error, "strerror", None) or _text_of(error)
-            raise _upstream(f"{file.path}: {text}") from error
-        file.stamp = _stamp(os.stat(file.name, dir_fd=directory, follow_symlinks=False))
+            ctx.raise_if_cancelled()
+            if type(error) is TrainingError and error.kind == "upstream":
+                raise
+            raise _upstream(f"{file.path}: {_text_of(error, 'strerror')}") from error
     file.outcome = "fetched" if file.state == "missing" else "repaired"
 
 
@@ -2014,14 +2084,15 @@ def fetch_model_files(
         # Reading needs no lock, as real names never hold half a file: what is complete deploys
         # where nothing can be written, and deployments of a model that is there wait for nobody.
         _each(ctx, files, _look, small_bytes=SMALL_BYTES)
-        if progress.complete and not _leftovers(files, remove=False):
-            return
-        dir.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(ctx, dir):
-            _fetch_locked(ctx, fetcher, model_path, dir, files)
+        if not progress.complete or _leftovers(files, remove=False):
+            dir.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(ctx, dir):
+                _fetch_locked(ctx, fetcher, model_path, dir, files)
     except OSError as error:
         if not progress.complete:
             raise _upstream(f"{error.filename or dir}: {error.strerror or error}") from error
+    if changed := _changed(files):  # by others, or by a file system that ignores case
+        raise _upstream(f"{changed[0]}: changed while other files were fetched or read")
 
 
 # ---- deployment ----------------------------------------------------------------------------------
@@ -2084,24 +2155,19 @@ def record_model(
         "path": field("path", "", str, text) or f"trained/{job_id}",
     }
     listed = field("files", None, (list, type(None)), "a list of objects")
-    fault = "invalid"
     try:
         _check_path(fields["path"])
-        if listed is not None:
-            files = [_file_from(entry) for entry in listed]
-        elif sidecar is None:
-            raise TrainingError(
-                "unavailable",
-                "no sidecar is configured that could list the model's files: send them as files",
-            )
-        else:
-            fault = "upstream"
-            files = sidecar.list_model_files(ctx, fields["path"])
-        if not files:
-            raise ValueError("a model without files can never be deployed")
+        files = [_file_from(entry) for entry in listed or ()]
         _check_files(files)
+        if listed == []:
+            raise ValueError("a model without files can never be deployed")
     except ValueError as error:
-        raise TrainingError(fault, str(error)) from None
+        raise _invalid(str(error)) from None
+    if listed is None:
+        if sidecar is None:
+            text = "no sidecar is configured that could list the model's files: send them as files"
+            raise TrainingError("unavailable", text)
+        files = sidecar.list_model_files(ctx, fields["path"])
     return store.record_trained_model(fields | {"files": [vars(file) for file in files]})
 
 
@@ -2142,17 +2208,6 @@ def audit_model(ctx: Context, root: str | os.PathLike[str], model: TrainedModel)
     }
 
 
-def _warn_of_changes(deploy_id: int, files: Sequence[_Incoming]) -> None:
-    """Say in the log which of the files, that a deployer may only read, are not what they were."""
-    for file in files:
-        stamp = None
-        with contextlib.suppress(OSError), file.directory() as directory:
-            stamp = _stamp(os.stat(file.name, dir_fd=directory, follow_symlinks=False))
-        if stamp != file.stamp:
-            text = "deployment %d: %s changed while the deployer ran; the next one repairs it"
-            log.warning(text, deploy_id, file.path)
-
-
 def _find_deployer(deployers: Sequence[TrainedModelDeployer], name: object) -> TrainedModelDeployer:
     for deployer in deployers:
         if deployer.name == name:
@@ -2178,29 +2233,31 @@ def _check_options(options: object) -> str:
 def _call(
     deployer: TrainedModelDeployer, ctx: Context, req: DeployTrainedModelRequest
 ) -> tuple[str, Json]:
-    """Call the deployer; return its ref and a copy of its details.
+    """Call the deployer, with a context of its own; return its ref and a copy of its details.
 
     Raises what it raises, TypeError and ValueError that say which for a bad result.
     """
-    result: Any = deployer.deploy(ctx, req)
+    with ctx.inner() as own:
+        result: Any = deployer.deploy(own, req)
     if result is None:
         return "", {}
     if hasattr(result, "cr_await"):
         result.close()  # a coroutine nobody awaits would warn
 
-    def expect(what: str, value: object, kind: type) -> None:
+    def expect(what: str, value: object, kind: type, or_none: str = "") -> None:
         if not isinstance(value, kind):
-            got, wanted = type(value).__name__, kind.__name__
-            raise TypeError(f"the deployer returned {what} of type {got}, not {wanted} or None")
+            got, wanted = type(value).__name__, kind.__name__ + or_none
+            raise TypeError(f"the deployer returned {what} of type {got}, not {wanted}")
 
-    expect("a result", result, DeployTrainedModelResult)
-    expect("a ref", result.ref, str)
-    ref = str.__str__(result.ref)  # a plain one
-    if result.details is None:
+    expect("a result", result, DeployTrainedModelResult, " or None")
+    ref, details = result.ref, result.details
+    expect("a ref", ref, str)
+    ref = str.__str__(ref)  # a plain one
+    if details is None:
         return ref, {}
-    expect("details", result.details, dict)
+    expect("details", details, dict, " or None")
     try:
-        details: Json = json.loads(_encode_json(result.details))
+        details = json.loads(_encode_json(details))
     except Exception as error:  # foreign objects may raise anything while they are encoded
         raise ValueError(
             f"the deployer returned details that are no JSON: {_text_of(error)}"
@@ -2216,6 +2273,8 @@ def _fetch_and_call(
     progress: Progress,
 ) -> tuple[str, Json]:
     """Do steps 4 and 5 of a deployment; return the deployer's ref and details."""
+    deploy_id = req.deploy_id
+    log.info("deployment %d started: model %d, deployer %s", deploy_id, req.model.id, deployer.name)
     # 4. fetch the files
     fetch_model_files(ctx, fetcher, req.model, req.dir, progress=progress)
     ctx.raise_if_cancelled()
@@ -2223,7 +2282,9 @@ def _fetch_and_call(
     try:
         return _call(deployer, ctx, req)
     finally:
-        _warn_of_changes(req.deploy_id, progress.files)
+        for path in _changed(progress.files):  # which it may only read
+            text = "deployment %d: %s changed while the deployer ran; the next one repairs it"
+            log.warning(text, deploy_id, path)
 
 
 class _Interrupted(Cancelled):
@@ -2245,13 +2306,15 @@ def _abandonable(ctx: Context, work: Callable[[], T]) -> T | BaseException:
             outcome.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    thread.start()
     try:
+        thread.start()
         while thread.is_alive() and not ctx.abandoned:
             thread.join(LOOK_INTERVAL_S)
     except KeyboardInterrupt:  # in a script that deploys from its main thread
         ctx.cancel("interrupted")
         return _Interrupted(ctx.reason)
+    except RuntimeError as error:  # no thread can be had
+        return error
     return outcome[0] if outcome else Cancelled(ctx.reason)
 
 
@@ -2264,7 +2327,8 @@ def _judge(ctx: Context, outcome: tuple[str, Json] | BaseException) -> tuple[str
         return "", {}, _cut(f"{ctx.reason}; the deployer returned ref {ref}")
     error = _text_of(outcome)
     if ctx.cancelled:
-        error = ctx.reason if isinstance(outcome, Cancelled) else f"{ctx.reason}: {error}"
+        heard = issubclass(type(outcome), Cancelled)  # isinstance would ask the exception
+        error = ctx.reason if heard else f"{ctx.reason}: {error}"
     return "", {}, _cut(error)
 
 
@@ -2305,7 +2369,7 @@ def _announce(
         if system_event is not None:
             system_event(SystemEvent(f"training.model_deploy.{status}", event))
     except BaseException as error:  # the border to foreign code
-        log.error("the system event hook raised %s: %s", type(error).__name__, _text_of(error))
+        log.error("the system event hook raised: %s", _text_of(error))
 
 
 def deploy_model(
@@ -2338,7 +2402,6 @@ def deploy_model(
     # 3. record the deployment
     given = request.options or {}
     deploy_id = store.record_trained_model_deployment(model.id, deployer.name, given)
-    log.info("deployment %d started: model %d, deployer %s", deploy_id, model.id, deployer.name)
     running = {} if running is None else running
     running[deploy_id] = progress = Progress()
     req = DeployTrainedModelRequest(deploy_id, own, dir, json.loads(options))
@@ -2363,7 +2426,7 @@ def deploy_model(
     event: Json = {"model_id": model.id, "deploy_id": deploy_id, "deployer": deployer.name}
     event |= {"duration_ms": duration_ms} | ({"error": error} if error else {})
     _announce(system_event, status, event, progress, ref)
-    if isinstance(outcome, _Interrupted):
+    if type(outcome) is _Interrupted:
         raise KeyboardInterrupt
     if error or stored is None:
         raise TrainingError("upstream" if stored else "internal", error, stored)
@@ -3207,7 +3270,11 @@ class Server:
             http_server = _HTTPServer(self._host, self._port, routes, self._key, "/v1/")
             held.callback(http_server.stop)
             self.url = http_server.url
-            self._held = held.pop_all()
+            self._log_start()
+            self._held.push(held.pop_all())
+        return self
+
+    def _log_start(self) -> None:
         training = "on" if self._training else "off, see --training"
         log.info("the page is %s/admin, training is %s", self.url, training)
         records = "PostgreSQL" if self._is_url else os.path.abspath(self._database)
@@ -3216,7 +3283,6 @@ class Server:
             log.info("deployer %s: %s", deployer.name, deployer.description or "no description")
         if not self._deployers:
             log.info("no deployer is registered: deployments are refused")
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
@@ -3228,7 +3294,7 @@ class Server:
         if "://" in self._sidecar:
             return SidecarClient(self._sidecar, self._token)
         routes, token = _SidecarDirectory(self._sidecar).routes(), os.urandom(16).hex()
-        own = _HTTPServer("127.0.0.1", 0, routes, token, "/")
+        own = _HTTPServer("127.0.0.1", 0, routes, token, "")
         held.callback(own.stop)
         return SidecarClient(own.url, token)
 
@@ -3360,7 +3426,7 @@ def _run_sidecar(options: Json) -> int:
     routes = _SidecarDirectory(options["directory"]).routes()
     host, port = options.get("host", "127.0.0.1"), options.get("port", 7879)
     with _until_stopped() as wait, contextlib.ExitStack() as held:
-        server = _HTTPServer(host, port, routes, token, "/")
+        server = _HTTPServer(host, port, routes, token, "")
         held.callback(server.stop)
         who = "who has the token" if token else "this machine"
         log.info("the sidecar serves %s at %s to %s", options["directory"], server.url, who)
@@ -3534,7 +3600,10 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> int:
             case "serve":
                 before = {*threading.enumerate()}
                 serve(**keys | options | given)
-                if any(not thread.daemon for thread in {*threading.enumerate()} - before):
+                left = {*threading.enumerate()} - before
+                for thread in left:
+                    thread.join(LOOK_INTERVAL_S)
+                if any(thread.is_alive() for thread in left):
                     logging.shutdown()
                     os._exit(0)  # what a deployer left running must not hold the process
                 return 0

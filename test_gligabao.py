@@ -12,6 +12,7 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import functools
 import hashlib
@@ -1056,6 +1057,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], Any, Any]] = {
             "",
             "null",
             '{"a": NaN}',
+            '{"a": 1e999}',
             None,
             '{"a":' * 301 + "1" + "}" * 301,
         )
@@ -1292,6 +1294,10 @@ FINAL = {
         says(head(200, "Transfer-Encoding: gzip") + payload(1000)),
         "expected no Transfer-Encoding, got gzip",
     ),
+    "a coding with a blank": (
+        says(head(200, "Transfer-Encoding: chunked ") + b"3e8\r\n" + payload(1000)),
+        "expected no Transfer-Encoding, got chunked",
+    ),
     "an HTML page": (whole(b"<html>log in</html>"), "got 19 announced"),
 }
 
@@ -1456,6 +1462,7 @@ ECHOED = {
     "a coding": head(200, "Content-Encoding: Bearer s3cret-tok"),
     "a length": head(200, "Content-Length: Bearer s3cret-tok"),
     "a status line": b"HTTP/1.1 Bearer s3cret-tok\r\n\r\n",
+    "where a text is cut": head(200, f"Content-Length: {'x' * 455}Bearer s3cret-tok"),
 }
 
 
@@ -1469,7 +1476,17 @@ def test_token_that_a_sidecar_echoes_gets_into_no_error(
     model = app.record({"a": b"1"})
     error = app.failed(model, app.deploy(model))["error"]
     assert "Bearer …" in error
-    assert "s3cret" not in error
+    assert "s3c" not in error
+
+
+def test_token_that_a_sidecar_lists_gets_into_no_error(
+    serve: Callable[..., App], httpserver: Any
+) -> None:
+    entry = {"path": "../s3cret-tok", "size_bytes": 1}
+    httpserver.expect_request("/models/files").respond_with_json({"files": [entry]})
+    app = serve(sidecar=httpserver.url_for("/"), sidecar_token="s3cret-tok")
+    answer = app("POST", "/models", {"job_id": "job-1"})
+    assert (answer.status, "s3cret" in answer.error, "../…" in answer.error) == (502, False, True)
 
 
 def test_token_that_no_header_carries_is_refused() -> None:
@@ -1477,13 +1494,24 @@ def test_token_that_no_header_carries_is_refused() -> None:
         gligabao.SidecarClient("http://127.0.0.1:1", "a\nb")
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1", "0x7f000001", "0.0.0.0", "localhost"])
 def test_loopback_sidecar_is_not_reached_through_a_proxy(
-    lite: App, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+    serve: Callable[..., App], sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
+    app = serve(sidecar=sidecar.url.replace("127.0.0.1", host))
     sidecar.add({"a": b"1"})
-    assert lite.deploy(lite.record({"a": b"1"})).status == 200
+    assert app.deploy(app.record({"a": b"1"})).status == 200
+
+
+def test_malformed_proxy_of_the_environment_is_not_repeated(
+    serve: Callable[..., App], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http:/user:s3cret@proxy.example:1")
+    app = serve(sidecar="http://sidecar.example")
+    model = app.record({"a": b"1"})
+    assert app.failed(model, app.deploy(model))["error"].endswith("proxy is malformed")
 
 
 def test_other_sidecar_is_reached_through_the_environments_proxy(
@@ -1544,7 +1572,7 @@ def models(tmp_path: Path) -> Path:
 @pytest.fixture
 def directory(models: Path) -> Iterator[str]:
     server = gligabao._HTTPServer(
-        "127.0.0.1", 0, gligabao._SidecarDirectory(str(models)).routes(), None, "/"
+        "127.0.0.1", 0, gligabao._SidecarDirectory(str(models)).routes(), None, ""
     )
     yield server.url
     server.stop()
@@ -1622,13 +1650,50 @@ def test_embedded_sidecar_serves_ranges(directory: str) -> None:
     assert request(directory, "HEAD", path).headers["Content-Length"] == "5000"
 
 
+def test_embedded_sidecar_lists_what_nests_deeply(directory: str, models: Path) -> None:
+    top, depth = f"{models}/trained/job-2/", 1000  # more than calls nest, those of a clean-up too
+    for count in range(depth):
+        os.mkdir(top + "d/" * (count + 1))
+    Path(top + "d/" * depth + "f").touch()
+    answer = request(directory, "GET", "/models/files?model_path=trained/job-2")
+    os.unlink(top + "d/" * depth + "f")
+    for count in range(depth, 0, -1):
+        os.rmdir(top + "d/" * count)
+    assert [file["path"] for file in answer.json["files"]] == ["d/" * depth + "f", "x"]
+
+
+def test_model_with_a_name_that_is_never_deployed_is_not_recorded_without_it(
+    serve: Callable[..., App], models: Path
+) -> None:
+    (models / "trained/job-1/vocab..txt").touch()
+    answer = serve(sidecar=str(models))("POST", "/models", {"job_id": "job-1"})
+    assert (answer.status, "vocab..txt" in answer.error) == (502, True)
+
+
+def test_file_that_is_read_slowly_is_not_cut(
+    directory: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (models / "trained/job-2/x").write_bytes(bytes(8_000_000))
+    monkeypatch.setattr(gligabao, "IDLE_TIMEOUT_S", 0.5)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        connection.connect(("127.0.0.1", urlsplit(directory).port))
+        line = "GET /models/file?model_path=trained/job-2&file=x HTTP/1.1"
+        connection.sendall(f"{line}\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        size = 0
+        while data := connection.recv(65536):
+            size += len(data)
+            time.sleep(0.02)
+    assert size > 8_000_000
+
+
 def test_embedded_sidecar_wants_its_token_everywhere(models: Path) -> None:
     server = gligabao._HTTPServer(
-        "127.0.0.1", 0, gligabao._SidecarDirectory(str(models)).routes(), "tok", "/"
+        "127.0.0.1", 0, gligabao._SidecarDirectory(str(models)).routes(), "tok", ""
     )
     with contextlib.closing(contextlib.ExitStack()) as held:
         held.callback(server.stop)
-        for path in ("/health", "/models", "/models/files?model_path=trained/job-1", "/nope"):
+        for path in ("/health", "/models", "/models/files?model_path=trained/job-1", "/nope", "x"):
             assert request(server.url, "GET", path).status == 401
             assert (
                 request(server.url, "GET", path, headers={"Authorization": "Bearer tok2"}).status
@@ -1639,6 +1704,23 @@ def test_embedded_sidecar_wants_its_token_everywhere(models: Path) -> None:
 
 
 # ---- fetch ---------------------------------------------------------------------------------------
+
+
+class Disguised(Exception):
+    @property
+    def __class__(self) -> Any:
+        raise SystemExit("no class")
+
+    @__class__.setter
+    def __class__(self, value: object) -> None: ...
+
+
+class LooksLikeOurs(Exception):
+    kind = "upstream"
+
+    @property
+    def strerror(self) -> str:
+        raise SystemExit("no text")
 
 
 class Shelf:
@@ -1675,7 +1757,11 @@ def test_fetch_brings_every_file_once_and_then_keeps_them(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "failure",
-    [KeyError("x"), SystemExit(3), RuntimeError(), gligabao.TrainingError("invalid", "no")],
+    [
+        *(KeyError("x"), SystemExit(3), RuntimeError(), LooksLikeOurs("x")),
+        gligabao.TrainingError("invalid", "no"),
+    ],
+    ids=lambda failure: type(failure).__name__,
 )
 def test_whatever_a_fetcher_raises_is_upstream(tmp_path: Path, failure: BaseException) -> None:
     model = model_of({"a": b"1"})
@@ -1685,6 +1771,96 @@ def test_whatever_a_fetcher_raises_is_upstream(tmp_path: Path, failure: BaseExce
         )
     assert caught.value.kind == "upstream"
     assert on_disk(tmp_path / "job-1") == {}
+
+
+def test_exception_of_a_fetcher_that_hides_its_class_is_upstream(tmp_path: Path) -> None:
+    with pytest.raises(gligabao.TrainingError, match="^a: x"):
+        gligabao.fetch_model_files(
+            Context(), Shelf({}, Disguised("x")), model_of({"a": b"1"}), tmp_path / "job-1"
+        )
+
+
+def test_fetcher_that_returns_when_it_is_cancelled_ends_in_cancelled(tmp_path: Path) -> None:
+    class Obedient:
+        def download_model_file(self, ctx: Context, model_path: str, file: str, w: Any) -> None:
+            outer.cancel("enough")
+            ctx.wait()
+
+    outer = Context()
+    with pytest.raises(gligabao.Cancelled, match="enough"):
+        gligabao.fetch_model_files(outer, Obedient(), model_of({"a": b"1"}), tmp_path / "job-1")
+
+
+@pytest.mark.parametrize("data", [7, "text", None])
+def test_what_is_no_bytes_is_not_written(tmp_path: Path, data: Any) -> None:
+    class Odd:
+        def download_model_file(self, ctx: Context, model_path: str, file: str, w: Any) -> None:
+            w.write(data)
+
+    model = TrainedModel(1, "n", "job-1", files=(TrainedModelFile("a", 7),))
+    with pytest.raises(gligabao.TrainingError, match="^a: memoryview"):
+        gligabao.fetch_model_files(Context(), Odd(), model, tmp_path / "job-1")
+
+
+def test_write_that_failed_half_way_may_be_tried_again(tmp_path: Path) -> None:
+    code = f"""
+import resource, sys
+sys.path.insert(0, {str(HERE)!r})
+import gligabao, test_gligabao as t
+
+class Stubborn:
+    def download_model_file(self, ctx, model_path, file, w):
+        while w.received < w.size:
+            try:
+                w.write(data[w.received : w.received + 300_000])
+            except OSError as error:
+                print(error.strerror)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+
+data = t.payload(1_000_000)
+resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, -1))
+gligabao.fetch_model_files(gligabao.Context(), Stubborn(), t.model_of({{"a": data}}), sys.argv[1])
+"""
+    words = [sys.executable, "-Bc", code, str(tmp_path / "job-1")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "File too large\n"), done.stderr
+    assert on_disk(tmp_path / "job-1") == {"a": payload(1_000_000)}
+
+
+@pytest.mark.parametrize("name", ["a", "b"], ids=["kept", "being fetched"])
+def test_file_that_others_change_during_a_fetch_is_not_handed_over(
+    tmp_path: Path, name: str
+) -> None:
+    class Meanwhile(Shelf):
+        def download_model_file(self, ctx: Context, model_path: str, file: str, w: Any) -> None:
+            super().download_model_file(ctx, model_path, file, w)
+            (victim,) = (target / "a",) if name == "a" else target.glob(".fetch-*")
+            victim.unlink()
+            victim.write_bytes(b"2")
+
+    target = tmp_path / "job-1"
+    target.mkdir()
+    (target / "a").write_bytes(b"1")
+    model, shelf = model_of({"a": b"1", "b": b"1"}), Meanwhile({"b": b"1"})
+    with pytest.raises(gligabao.TrainingError, match=f"^{name}: changed while"):
+        gligabao.fetch_model_files(Context(), shelf, model, target)
+    gligabao.fetch_model_files(Context(), Shelf({"a": b"1", "b": b"1"}), model, target)
+    assert on_disk(target) == {"a": b"1", "b": b"1"}
+
+
+def test_lock_that_cannot_be_had_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    files = len(os.listdir("/dev/fd"))
+    with pytest.raises(gligabao.TrainingError, match="No locks available"):
+        gligabao.fetch_model_files(
+            Context(), Shelf({"a": b"1"}), model_of({"a": b"1"}), tmp_path / "job-1"
+        )
+    assert len(os.listdir("/dev/fd")) == files
 
 
 @pytest.mark.parametrize("data", [b"12345", b"1234567", b"123x56"], ids=["short", "long", "other"])
@@ -2198,6 +2374,13 @@ def test_whatever_a_deployer_raises_is_recorded(
     assert deployed(tmp_path, deploy)["error"] == text
 
 
+def test_exception_that_hides_its_class_is_recorded(tmp_path: Path) -> None:
+    def deploy(ctx: Context, req: Any) -> None:
+        raise Disguised("x")
+
+    assert deployed(tmp_path, deploy)["error"] == "x"
+
+
 def test_ref_of_an_odd_class_of_text_is_recorded_as_text(tmp_path: Path) -> None:
     assert (
         deployed(tmp_path, lambda ctx, req: DeployTrainedModelResult(OddText("odd")))["ref"]
@@ -2212,6 +2395,50 @@ def test_deployer_that_cancels_itself_has_failed(tmp_path: Path, reason: Any) ->
         ctx.raise_if_cancelled()
 
     assert deployed(tmp_path, deploy)["error"] == str(reason or "cancelled")
+
+
+def test_context_that_a_deployer_breaks_is_its_own(
+    serve: Callable[..., App], sidecar: Sidecar
+) -> None:
+    def breaks(ctx: Any, req: gligabao.DeployTrainedModelRequest) -> None:
+        ctx.cancel("by itself")
+        ctx.reason = ctx.cancel = ctx._event = None
+        sidecar.release.wait(20)
+        raise Disguised("x")
+
+    app = serve(trained_model_deployers=DEPLOYERS | {"breaks": breaks})
+    sidecar.add({"a": b"1"})
+    model = app.record({"a": b"1"})
+    with app.start_deploy(model, "breaks"):
+        until(lambda: app.progress(model).get("files_done"))
+    with app.start_deploy(model, "patient"):
+        until(lambda: len(app.history(model)) == 2)
+    until(lambda: app.newest(model)["error"] == "the client disconnected")
+    sidecar.release.set()
+    until(lambda: app.history(model)[1]["error"] == "the client disconnected: x")
+
+
+def test_deployment_that_gets_no_thread_is_recorded(tmp_path: Path) -> None:
+    with gligabao.Server(port=0, database=str(tmp_path / "y.db")):
+        size = threading.stack_size(1 << 46)  # more than there can be
+        try:
+            assert "thread" in deployed(tmp_path, ok)["error"]
+        finally:
+            threading.stack_size(size)
+
+
+def test_default_timeout_that_a_deployer_sets_is_not_the_servers(
+    lite: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    socket.setdefaulttimeout(0.1)
+    try:
+        with lite.connect() as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+            time.sleep(0.5)
+            connection.sendall(b"\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+    finally:
+        socket.setdefaulttimeout(None)
 
 
 def test_long_error_is_cut_with_a_mark(tmp_path: Path) -> None:
@@ -2376,7 +2603,11 @@ def test_deployer_and_hook_may_call_the_api(serve: Callable[..., App], sidecar: 
     assert events == [2, 2]
 
 
-@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("x"), SystemExit(3), KeyboardInterrupt(), Ineffable()],
+    ids=["ValueError", "SystemExit", "KeyboardInterrupt", "no name"],
+)
 def test_broken_hook_changes_nothing_and_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
@@ -3057,7 +3288,10 @@ def test_leaving_the_block_frees_the_port_and_leaves_no_thread(tmp_path: Path) -
     assert {*threading.enumerate()} <= threads
 
 
-def test_failed_start_leaves_nothing_open(models: Path, tmp_path: Path) -> None:
+def test_failed_start_leaves_nothing_open(
+    models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gligabao")
     threads = {*threading.enumerate()}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         server = gligabao.Server(
@@ -3072,6 +3306,22 @@ def test_failed_start_leaves_nothing_open(models: Path, tmp_path: Path) -> None:
         gligabao.Server(port=0, database=str(tmp_path / "file")),
     ):
         pass
+    odd: Any = Unspeakable()
+    deployers = [gligabao.TrainedModelDeployer("a", ok, odd)]
+    with (
+        pytest.raises(SystemExit),
+        gligabao.Server(port=0, database=str(tmp_path / "y.db"), trained_model_deployers=deployers),
+    ):
+        pass
+    assert {*threading.enumerate()} <= threads
+
+
+def test_server_entered_twice_leaves_nothing_open(tmp_path: Path) -> None:
+    threads = {*threading.enumerate()}
+    server = gligabao.Server(port=0, database=str(tmp_path / "x.db"))
+    with server, server:
+        pass
+    assert {*threading.enumerate()} <= threads
 
 
 def test_serve_ends_with_its_event_outside_the_main_thread(tmp_path: Path) -> None:
@@ -3333,8 +3583,9 @@ def test_failed_start_exits_1_with_one_line(words: list[str], tmp_path: Path) ->
     assert "s3cret" not in done.stderr + done.stdout
 
 
+@pytest.mark.parametrize("deployer", ["leave", "pool"])
 def test_thread_that_a_deployer_leaves_does_not_hold_the_process(
-    sidecar: Sidecar, tmp_path: Path
+    sidecar: Sidecar, tmp_path: Path, deployer: str
 ) -> None:
     sidecar.add({"a": b"1"})
     with process(tmp_path / "one", str(tmp_path / "x.db"), sidecar, tmp_path / "r") as (
@@ -3342,7 +3593,7 @@ def test_thread_that_a_deployer_leaves_does_not_hold_the_process(
         url,
     ):
         request(url, "POST", f"{API}/models", {"job_id": "job-1", "files": listed({"a": b"1"})})
-        answer = request(url, "POST", f"{API}/models/1/deployments", {"deployer": "leave"})
+        answer = request(url, "POST", f"{API}/models/1/deployments", {"deployer": deployer})
         assert answer.status == 200
         server.terminate()
         assert server.wait(12) == 0
@@ -4132,10 +4383,12 @@ def test_page_shows_500_models_and_100_deployments_the_newest(
 ROUNDS = int(os.environ.get("GLIGABAO_TEST_ROUNDS", "15"))  # 100 once in a while
 OWN = (
     "import sys, threading, time; sys.path.insert(0, {!r}); import gligabao\n"
+    "from concurrent.futures import ThreadPoolExecutor\n"
     "def mine(ctx, req): return gligabao.DeployTrainedModelResult(str(req.deploy_id))\n"
     "def slow(ctx, req): ctx.wait(1); ctx.raise_if_cancelled()\n"
     "def leave(ctx, req): threading.Thread(target=time.sleep, args=(60,), daemon=False).start()\n"
-    "sys.exit(gligabao.main(trained_model_deployers={{'mine': mine, 'slow': slow, 'leave': leave}}))\n"
+    "def pool(ctx, req): ThreadPoolExecutor().submit(time.sleep, 60)\n"
+    "sys.exit(gligabao.main(trained_model_deployers={{'mine': mine, 'slow': slow, 'leave': leave, 'pool': pool}}))\n"
 )
 
 
@@ -4583,6 +4836,55 @@ def test_postgres_times_beyond_the_calendar_are_shown(shaky: Any) -> None:
     with direct(cluster.url()) as sql:
         sql("UPDATE gb_trained_models SET created_at = 'infinity'")
     assert app("GET", "/models").json["models"][0]["created_at"] == "infinity"
+
+
+def test_postgres_speaks_utf8_whatever_the_environment_says(
+    shaky: Any, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGCLIENTENCODING", "SQL_ASCII")
+    app = shaky[1]()
+    sidecar.add({"a": b"1"})
+    model = app.record({"a": b"1"}, name="日本")
+    assert app("GET", f"/models/{model}").json["name"] == "日本"
+    assert app.deploy(model).status == 200
+
+
+def test_postgres_of_another_encoding_is_refused(postgres: Cluster) -> None:
+    with direct(postgres.url()) as sql:
+        sql("CREATE DATABASE latin ENCODING 'LATIN1' TEMPLATE template0")
+    with pytest.raises(ValueError, match="must be one in UTF8, this one is in LATIN1"):
+        gligabao.open_store(postgres.url("latin"))
+
+
+def test_postgres_role_that_owns_no_table_can_serve(shaky: Any) -> None:
+    cluster, _ = shaky
+    gligabao.open_store(cluster.url()).close()
+    with direct(cluster.url()) as sql:
+        sql("DROP ROLE IF EXISTS app")
+        sql("CREATE ROLE app LOGIN")
+        sql("GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO app")
+    with contextlib.closing(
+        gligabao.open_store(cluster.url().replace("postgres@", "app@"))
+    ) as store:
+        assert store.list_trained_models() == []
+    with direct(cluster.url()) as sql:
+        sql("DROP OWNED BY app")
+
+
+def test_postgres_reads_json_columns_that_others_made(shaky: Any, sidecar: Sidecar) -> None:
+    cluster, start = shaky
+    gligabao.open_store(cluster.url()).close()
+    with direct(cluster.url()) as sql:
+        for column in ("options", "details"):
+            table = "gb_trained_model_deployments"
+            sql(f"ALTER TABLE {table} ALTER {column} DROP DEFAULT")
+            sql(f"ALTER TABLE {table} ALTER {column} TYPE jsonb USING {column}::jsonb")
+            sql(f"ALTER TABLE {table} ALTER {column} SET DEFAULT '{{}}'")
+    app = start()
+    sidecar.add({"a": b"1"})
+    model = app.record({"a": b"1"})
+    assert app.deploy(model, options={"a": 1}).json["options"] == {"a": 1}
+    assert app.newest(model)["details"] == {"files": 1}
 
 
 def test_postgres_without_psycopg_says_what_to_install(tmp_path: Path) -> None:
