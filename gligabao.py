@@ -584,9 +584,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if not (found := _HEADER_LINE.fullmatch(line)):
                 raise _malformed(f"header {count} of the request is no line like Name: value")
             self.headers[found[1].decode()] = found[2].lstrip(b" \t").decode("latin-1")
-        connection = self.headers.get("Connection", "").lower()
+        wishes = {wish.strip() for wish in self.headers.get("Connection", "").lower().split(",")}
         old = self.request_version == "HTTP/1.0"
-        self.close_connection = connection == "close" or (old and connection != "keep-alive")
+        self.close_connection = "close" in wishes or (old and "keep-alive" not in wishes)
         return target
 
     def _body_length(self) -> int:
@@ -646,9 +646,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def read_json(self) -> Any:
         """Read the body, once, and return the value of its JSON; raises _Refusal (400)."""
-        if self.body_left and self._expects_100():
-            self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
+            if self.body_left and self._expects_100():
+                self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
             data = self.rfile.read(self.body_left)
         except OSError as error:
             raise _Gone(str(error)) from None
@@ -1121,6 +1121,8 @@ class _SQLite(_Store):
             for statement in self._tables().values():
                 writer.execute(statement)
             writer.execute("COMMIT")
+            # Opens the log's files for the reader, while there are descriptors to be had.
+            self._connections[False].execute("SELECT id FROM gb_trained_models LIMIT 1").fetchone()
         except sqlite3.Error as error:
             self.close()
             raise type(error)(f"the database {path}: {error}") from error
@@ -3502,10 +3504,8 @@ def _follow(ctx: Context, url: str, headers: Mapping[str, str], deployer: str) -
             progress = next(
                 row["progress"] for row in rows if (row["status"], row["deployer"]) == key
             )
-            done, total = progress["files_done"], progress["files_total"]
-            text = f"{done} of {total} files, {{bytes_done}} of {{bytes_total}} bytes".format(
-                **progress
-            )
+            done, total, got, size = map(int, progress.values())
+            text = f"{done} of {total} files, {got} of {size} bytes"
             if done == total > 0:
                 text = "the deployer is working"
         print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
@@ -3528,32 +3528,34 @@ def _run_deploy(options: Json) -> int:
         follower.start()
     try:
         with _open_url(Context(), request, None) as response:
-            answer = json.loads(response.read())
-            deployment = answer.get("deployment", answer)
-            if "id" not in deployment:
+            answer = _decode_json(response.read())
+            deployment = answer if response.status == 200 else answer.get("deployment")
+            if not isinstance(deployment, dict):
                 raise ValueError(answer["error"])
+            completed = {"completed": True, "failed": False}[deployment["status"]]
     except (_Failed, OSError, http.client.HTTPException) as error:
         text = f"{server}: {_text_of(error)}; the history of the model says what became of it"
         raise ValueError(text) from error
-    except (json.JSONDecodeError, AttributeError, KeyError):
+    except (json.JSONDecodeError, AttributeError, KeyError, TypeError):
         raise ValueError(f"{server} answered status {response.status} and no such JSON") from None
     finally:
         following.cancel("answered")
         if follower.ident:
             follower.join(1)
-    print(json.dumps(deployment, indent=2))
-    return 0 if deployment["status"] == "completed" else 1
+    print(json.dumps(deployment, indent=2), flush=True)
+    return 0 if completed else 1
 
 
 def _run_demo(options: Json) -> int:
     with (
-        _until_stopped() as wait,
+        _until_stopped(options.pop("stop", None)) as wait,
         tempfile.TemporaryDirectory(prefix="gligabao-demo-", ignore_cleanup_errors=True) as made,
     ):
         home, once = Path(made), options.pop("once", False)
         home.joinpath("releases").mkdir()
         options |= {
             "training": True,
+            "api_key": None,
             "sidecar": str(home / "models"),
             "database": str(home / "gligabao.db"),
             "trained_model_deployers": {"release": _release_deployer(home / "releases")},
@@ -3577,13 +3579,24 @@ def _run_demo(options: Json) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None, **options: Any) -> int:
-    """Run the command line, `argv` or the process's, with options of `serve`, such as your deployers.
+@contextlib.contextmanager
+def _standard_streams() -> Iterator[None]:
+    """Let no standard stream that is closed, full or without a reader change the exit code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # else what is opened next gets its number, and its bytes
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # nor may the interpreter find this at its end
+                with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+                    os.dup2(nowhere.fileno(), stream.fileno())
 
-    A flag wins over an option. Returns the exit code: 0, 1 when a deployment or a start failed, which
-    is said in one line, 130 when interrupted; exits with 2 on bad usage. Configures logging unless the
-    program has.
-    """
+
+def _run(argv: Sequence[str] | None, options: Json) -> int:
     given = vars(_parser().parse_args(argv))
     command = given.pop("command")
     quiet = command == "demo" and given.get("once")
@@ -3604,7 +3617,6 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> int:
                 for thread in left:
                     thread.join(LOOK_INTERVAL_S)
                 if any(thread.is_alive() for thread in left):
-                    logging.shutdown()
                     os._exit(0)  # what a deployer left running must not hold the process
                 return 0
             case "sidecar":
@@ -3621,6 +3633,17 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> int:
         text = " ".join(_text_of(error).split())
         print(f"gligabao: {_UNPRINTABLE.sub('?', text)}", file=sys.stderr)
         return 1
+
+
+def main(argv: Sequence[str] | None = None, **options: Any) -> int:
+    """Run the command line, `argv` or the process's, with options of `serve`, such as your deployers.
+
+    A flag wins over an option. Returns the exit code: 0, 1 when a deployment or a start failed, which
+    is said in one line, 130 when interrupted; exits with 2 on bad usage. Configures logging unless the
+    program has.
+    """
+    with _standard_streams():
+        return _run(argv, options)
 
 
 if __name__ == "__main__":

@@ -715,6 +715,12 @@ def test_type_of_a_body_does_not_matter(lite: App, kind: str) -> None:
     assert lite("POST", "/models", body, Content_Type=kind).status == 201
 
 
+@pytest.mark.parametrize("wish", ["close", "TE, Close"])
+def test_connection_is_closed_when_the_client_wishes(lite: App, wish: str) -> None:
+    data = f"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: {wish}\r\n\r\n".encode()
+    assert [answer.headers["Connection"] for answer in raw(lite, data * 2, 2)] == ["close"]
+
+
 def test_empty_line_after_a_body_is_no_request(lite: App) -> None:
     data = f"GET {API}/deployers HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{{}}\r\n"
     answers = raw(lite, data.encode() + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 2)
@@ -1113,6 +1119,23 @@ def test_bad_entry_of_recorded_files_fails_without_a_request(
     assert sidecar.asked == []
     assert app("GET", f"/models/{model}/audit").json["files"][1]["state"] == "missing"
     assert app("GET", f"/models/{model}").status == 200
+
+
+def test_sqlite_needs_no_more_descriptors_once_it_is_open(tmp_path: Path) -> None:
+    code = f"""
+import os, resource, sys
+sys.path.insert(0, {str(HERE)!r})
+import gligabao, test_gligabao as t
+store = gligabao.open_store(sys.argv[1])
+t.plant(sys.argv[1], "job-1", [])
+count = max(map(int, os.listdir("/dev/fd"))) + 1
+held = [os.dup(0) for _ in range(count - len(os.listdir("/dev/fd")) + 1)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (count, count))
+print([model.job_id for model in store.list_trained_models()])
+"""
+    words = [sys.executable, "-Bc", code, str(tmp_path / "x.db")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    assert done.stdout == "['job-1']\n", done.stderr
 
 
 def test_sqlite_reader_does_not_wait_for_a_writer_and_a_writer_waits(
@@ -3496,6 +3519,49 @@ def test_deploy_command_prints_the_stored_deployment(
         run("deploy", *words, cwd=tmp_path, env=env, code=2)
 
 
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (404, '{"id": 1, "status": "completed"}'),
+        (200, '{"id": NaN, "status": "completed"}'),
+        (200, '{"id": 1}'),
+        (200, '{"id": 1, "status": ["completed"]}'),
+        (200, "[]"),
+        (502, '{"deployment": null}'),
+        (502, '{"deployment": ["id"], "error": "\\u001b[2J"}'),
+        (502, "<html>"),
+    ],
+)
+def test_deploy_command_prints_nothing_but_a_stored_deployment(
+    httpserver: Any, tmp_path: Path, status: int, body: str
+) -> None:
+    httpserver.expect_request(f"{API}/models/1/deployments").respond_with_data(body, status)
+    done = run("deploy", 1, "ok", "--url", httpserver.url_for("/"), cwd=tmp_path, code=1)
+    assert (done.stdout, len(done.stderr.splitlines())) == ("", 1)
+    assert "\x1b" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("--version >/dev/full", 0),
+        ("serve --bad 2>/dev/full", 2),
+        ("serve --sidecar nowhere 2>/dev/full", 1),
+        ("demo --once >/dev/full", 1),
+        ("demo --once 2>/dev/full", 0),
+        ("demo --once 2>&-", 0),
+        ("demo --once >&- 2>&-", 0),
+    ],
+)
+def test_exit_code_does_not_depend_on_who_reads(words: str, code: int, tmp_path: Path) -> None:
+    line = f"exec {shlex.quote(sys.executable)} -B {shlex.quote(str(MODULE))} {words}"
+    env = {"PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        ["sh", "-c", line], cwd=tmp_path, env=env, capture_output=True, timeout=60
+    )
+    assert done.returncode == code, done.stderr
+
+
 def test_deploy_command_that_finds_nobody_says_so_in_a_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
@@ -3597,6 +3663,14 @@ def test_thread_that_a_deployer_leaves_does_not_hold_the_process(
         assert answer.status == 200
         server.terminate()
         assert server.wait(12) == 0
+
+
+def test_demo_has_options_of_its_own(tmp_path: Path) -> None:
+    code = "main(['demo', '--once'], api_key='k3y', stop=threading.Event(), database='x.db')"
+    words = [sys.executable, "-Bc", f"import threading; from gligabao import main; exit({code})"]
+    env = {**os.environ, "PYTHONPATH": str(HERE)}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, timeout=60)
+    assert (done.returncode, os.listdir(tmp_path)) == (0, []), done.stderr
 
 
 def test_main_takes_deployers_and_a_flag_wins(tmp_path: Path) -> None:
