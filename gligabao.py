@@ -1396,6 +1396,27 @@ def _open_regular(name: str, directory: int) -> io.FileIO:
     raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
 
 
+def _walk(root: Path, parts: Sequence[str]) -> Iterator[tuple[str, io.FileIO]]:
+    """Yield the path and the open file of every file below a directory; raises OSError.
+
+    Links and devices are none, and not followed.
+    """
+    unread: list[list[str]] = [[]]  # directories, which may nest deeper than calls do
+    while unread:
+        folders = unread.pop()
+        with _directory(root, [*parts, *folders]) as directory:
+            for name in os.listdir(directory):
+                try:
+                    file = _open_regular(name, directory)
+                except IsADirectoryError:
+                    unread.append([*folders, name])
+                except FileNotFoundError:
+                    pass
+                else:
+                    with file:
+                        yield "/".join([*folders, name]), file
+
+
 def _digest(ctx: Context, file: io.FileIO) -> str:
     """Return the sha256 of the rest of a file, in hexadecimal; raises Cancelled."""
     digest = hashlib.sha256()
@@ -1737,30 +1758,17 @@ class _SidecarDirectory:
     def files(self, request: _Handler) -> _Answer:
         """Answer with the files of a model, their sizes and digests, but no link or device."""
         parts = self._model(request)
-        listed: list[Json] = []
-        unread: list[list[str]] = [[]]  # directories, which may nest deeper than calls do
+        listed = []
         try:
             with request.watched() as ctx:
-                while unread:
-                    folders = unread.pop()
-                    with _directory(self._root, [*parts, *folders]) as directory:
-                        for name in os.listdir(directory):
-                            if name.startswith(".fetch-"):
-                                continue
-                            try:
-                                with _open_regular(name, directory) as file:
-                                    size = os.fstat(file.fileno()).st_size
-                                    path, digest = "/".join([*folders, name]), _digest(ctx, file)
-                            except IsADirectoryError:
-                                unread.append([*folders, name])
-                            except FileNotFoundError:
-                                continue
-                            else:
-                                listed.append({"path": path, "size_bytes": size, "sha256": digest})
+                for path, file in _walk(self._root, parts):
+                    if "/.fetch-" not in f"/{path}":
+                        size = os.fstat(file.fileno()).st_size
+                        listed.append(TrainedModelFile(path, size, _digest(ctx, file)))
         except OSError as error:
             raise _Refusal(404, f"no model at {'/'.join(parts)!r}: {_why(error)}") from None
-        listed.sort(key=lambda entry: entry["path"])
-        return _json_answer(200, {"files": listed})
+        listed.sort(key=lambda file: file.path)
+        return _json_answer(200, {"files": [vars(file) for file in listed]})
 
     def file(self, request: _Handler) -> _Answer:
         """Answer with a file's bytes, from the offset of a `Range: bytes=N-` on."""
