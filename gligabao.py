@@ -1266,8 +1266,9 @@ class _PostgreSQL(_Store):
 def open_store(database: str | os.PathLike[str]) -> _Store:
     """Open the records in an SQLite file or at a postgresql:// URL; make what tables are missing.
 
-    Raises ValueError for a URL of another kind, ImportError where psycopg is missing, OSError and
-    the driver's error when the database cannot be opened; nothing stays open then.
+    Raises ValueError for a URL of another kind and a PostgreSQL database that is not in UTF-8,
+    ImportError where psycopg is missing, OSError and the driver's error when the database cannot be
+    opened; nothing stays open then.
     """
     database = os.fspath(database)
     scheme, separator, rest = database.partition("://")
@@ -3084,10 +3085,16 @@ def _csp_hash(tag: str) -> str:
     return f"{tag}-src 'sha256-{digest}'"
 
 
-# As many as one answer may have: what has ended stays as it is, and pages ask for it again and again.
-@functools.lru_cache(500)
-def _deployment_text(row: tuple[Any, ...]) -> str:
+@functools.lru_cache(500)  # as many as one answer may have
+def _kept_text(row: tuple[Any, ...]) -> str:
     return _json_text(_deployment_from(row))
+
+
+def _deployment_text(row: tuple[Any, ...]) -> str:
+    """Return a row as JSON; a short one is kept: what has ended stays, and is asked for each second."""
+    _, _, _, options, _, dir, ref, details, error, *_ = row
+    short = len(f"{options}{dir}{ref}{details}{error}") < 2000
+    return (_kept_text if short else _kept_text.__wrapped__)(row)
 
 
 def _model_json(model: TrainedModel) -> Json:

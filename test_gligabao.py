@@ -2890,6 +2890,23 @@ def test_limit_counts_from_the_newest(app: App, sidecar: Sidecar, database: str)
     assert len(app("GET", "/models?limit=1").json["models"]) == 1
 
 
+def test_json_of_short_rows_is_kept_and_follows_the_row(
+    lite: App, sidecar: Sidecar, tmp_path: Path
+) -> None:
+    sidecar.add({"a": b"1"})
+    model = lite.record({"a": b"1"})
+    lite.deploy(model, options={"a": "x" * 5000})
+    gligabao._kept_text.cache_clear()
+    assert len(lite.history(model)[0]["options"]["a"]) == 5000
+    assert gligabao._kept_text.cache_info().currsize == 0
+    lite.deploy(model)
+    assert lite.history(model) == lite.history(model)
+    assert gligabao._kept_text.cache_info().hits == 1
+    with direct(str(tmp_path / "gligabao.db")) as sql:
+        sql("UPDATE gb_trained_model_deployments SET error = 'by others'")
+    assert [row["error"] for row in lite.history(model)] == ["by others"] * 2
+
+
 def test_models_are_recorded_listed_and_got(app: App) -> None:
     model = app(
         "POST", "/models", {"job_id": "job-1", "files": listed({"a": b"1"}), "unknown": 1}
