@@ -141,6 +141,12 @@ def request(
         return Answer(response.status, response.headers, response.read())
 
 
+@pytest.fixture(scope="session", autouse=True)
+def hasty() -> None:
+    """Let servers look more often, and so stop sooner; those in processes of their own do not."""
+    gligabao.LOOK_INTERVAL_S = 0.02
+
+
 class App:
     """A server and what a client does with it."""
 
