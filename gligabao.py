@@ -344,7 +344,7 @@ class Context:
             self._event.set()
             acts = list(self._acts)
         for act in acts:
-            with contextlib.suppress(Exception):  # a context that a deployer has broken
+            with contextlib.suppress(BaseException):  # a context that a deployer has broken
                 act()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -818,6 +818,7 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
     def stop(self) -> None:
         """Take no new request, let the running ones end within STOP_GRACE_S, then give them up."""
         self.shutdown()
+        _hang_up(self.socket)  # also where a process that a deployer forked has it open
         self.server_close()
         with self._guard:
             self.stopping = True
@@ -1306,12 +1307,12 @@ def _check_path(path: object) -> str:
     act on, names of temporary files, and what file systems do not hold.
     """
     if not isinstance(path, str):
-        raise ValueError(f"the path {path!r:.80} is not text")
+        raise ValueError(f"the path {path!r} is not text")
     parts = path.split("/")
     try:
         sizes = [len(part.encode()) for part in parts]
     except UnicodeEncodeError:
-        raise ValueError(f"the path {path!r:.80} holds a lone surrogate") from None
+        raise ValueError(f"the path {path!r} holds a lone surrogate") from None
     for bad, why in (
         (".." in path, "holds .."),
         ("\\" in path, "holds a backslash"),
@@ -1324,7 +1325,7 @@ def _check_path(path: object) -> str:
         ),
     ):
         if bad:
-            raise ValueError(f"the path {path!r:.80} {why}")
+            raise ValueError(f"the path {path!r} {why}")
     return path
 
 
@@ -1332,10 +1333,10 @@ def _check_file(file: TrainedModelFile) -> None:
     """Raise ValueError, naming the file, unless it can be fetched as recorded."""
     path = _check_path(file.path)
     if type(file.size_bytes) is not int or not 0 <= file.size_bytes < 1 << 63:
-        raise ValueError(f"{path}: the size {file.size_bytes!r:.40} is not a whole number of bytes")
+        raise ValueError(f"{path}: the size {file.size_bytes!r} is not a whole number of bytes")
     digest = "" if file.sha256 is None else file.sha256
     if not isinstance(digest, str) or not re.fullmatch("([0-9A-Fa-f]{64})?", digest):
-        raise ValueError(f"{path}: the sha256 {file.sha256!r:.80} is not 64 hexadecimal digits")
+        raise ValueError(f"{path}: the sha256 {file.sha256!r} is not 64 hexadecimal digits")
 
 
 def _check_files(files: Sequence[TrainedModelFile]) -> None:
@@ -1821,7 +1822,7 @@ class _HashBehind:
 class _Incoming:
     """One file of a model: its record, its state on the disk, and how far its download is.
 
-    It is the `w` of a fetcher. One thread changes it; any thread may read its figures.
+    It is the `w` of a fetcher. Any thread may read its figures.
     """
 
     def __init__(self, dir: Path, file: TrainedModelFile) -> None:
@@ -1836,6 +1837,9 @@ class _Incoming:
         self._file: io.FileIO | None = None
         self._new_hash: Callable[[], Any] = hashlib.sha256
         self._hash: Any = None
+        # Guards the file, its hash and received, for one write: a fetcher may have several threads,
+        # and one that it gave up may wake late.
+        self._guard = threading.Lock()
 
     def directory(self, *, create: bool = False) -> contextlib.AbstractContextManager[int]:
         """Return a block with a descriptor of the directory that holds the file; raises OSError."""
@@ -1844,26 +1848,27 @@ class _Incoming:
 
     def write(self, data: bytes) -> None:
         """Append bytes; raises TrainingError for more than recorded, OSError for the disk's."""
-        if self._file is None:
-            raise ValueError(f"{self.path}: written to outside its download")
         # A copy, unless it is bytes: the caller may use its buffer again.
         block = data if isinstance(data, bytes) else bytes(memoryview(data))
-        if self.received + len(block) > self.size:
-            raise _upstream(f"{self.path}: expected {self.size} bytes, got more")
-        # Where it belongs, so that a write that failed half-way may be tried again.
-        rest, end = memoryview(block), self.received + len(block)
-        while rest:
-            rest = rest[os.pwrite(self._file.fileno(), rest, end - len(rest)) :]
-        self._hash.update(block)
-        self.received = end
+        with self._guard:
+            if self._file is None:
+                raise ValueError(f"{self.path}: written to outside its download")
+            rest, end = memoryview(block), self.received + len(block)
+            if end > self.size:
+                raise _upstream(f"{self.path}: expected {self.size} bytes, got more")
+            while rest:  # where it belongs: a write that failed half-way may be tried again
+                rest = rest[os.pwrite(self._file.fileno(), rest, end - len(rest)) :]
+            self._hash.update(block)
+            self.received = end
 
     def restart(self) -> None:
-        """Forget what was received."""
-        if self._file is None:
-            raise ValueError(f"{self.path}: restarted outside its download")
-        fresh = self._new_hash()
-        self._hash.hexdigest()
-        self._hash, self.received = fresh, 0  # the bytes on the disk will be written over
+        """Forget what was received; the bytes on the disk will be written over."""
+        with self._guard:
+            if self._file is None:
+                raise ValueError(f"{self.path}: restarted outside its download")
+            fresh = self._new_hash()
+            self._hash.hexdigest()
+            self._hash, self.received = fresh, 0
 
     @contextlib.contextmanager
     def download(self, descriptor: int, *, alone: bool) -> Iterator[None]:
@@ -1875,8 +1880,9 @@ class _Incoming:
             try:
                 yield
             finally:
-                self._file = None
-                digest = self._hash.hexdigest()
+                with self._guard:
+                    self._file = None
+                    digest = self._hash.hexdigest()
         if self.received != self.size:
             raise _upstream(f"{self.path}: expected {self.size} bytes, got {self.received}")
         if self.sha256 and digest != self.sha256:
@@ -1992,16 +1998,22 @@ def _locked(ctx: Context, dir: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _changed(files: Sequence[_Incoming]) -> list[str]:
-    """Return the paths of the files that are not what they were when they were found right."""
+def _changed(files: Sequence[_Incoming]) -> list[_Incoming]:
+    """Return the files that are not what they were when they were found right."""
     changed = []
     for file in files:
         stamp = None
         with contextlib.suppress(OSError), file.directory() as directory:
             stamp = _stamp(os.stat(file.name, dir_fd=directory, follow_symlinks=False))
         if stamp != file.stamp:
-            changed.append(file.path)
+            changed.append(file)
     return changed
+
+
+def _bytes_free(dir: Path) -> int:
+    """Return the free space of the disk that holds a directory, or would hold it."""
+    place = next(place for place in (dir, *dir.parents) if os.path.exists(place))
+    return shutil.disk_usage(place).free
 
 
 def _leftovers(files: Sequence[_Incoming], *, remove: bool) -> bool:
@@ -2055,9 +2067,9 @@ def _fetch_locked(
         try:
             _each(inner, files, _look, small_bytes=SMALL_BYTES)
             wanted = [file for file in files if file.state != "ok"]
-            missing, free = sum(file.size for file in wanted), shutil.disk_usage(dir.parent).free
+            missing, free = sum(file.size for file in wanted), _bytes_free(dir)
             if missing > free:
-                raise _upstream(f"{dir.parent}: {missing} bytes are to be fetched, {free} are free")
+                raise _upstream(f"{dir}: {missing} bytes are to be fetched, {free} are free")
             alone = len(wanted) == 1
             _each(inner, wanted, functools.partial(_download, fetcher, model_path, alone))
         except Cancelled as cancelled:
@@ -2087,7 +2099,7 @@ def fetch_model_files(
         model_path = _check_path(model.path or f"trained/{model.job_id}")
         _check_files(model.files)
     except ValueError as error:
-        raise _upstream(str(error)) from None
+        raise _upstream(f"{error!s:.500}") from None
     if not model.files:
         raise _upstream("the trained model has no recorded files")
     progress.files = files = [_Incoming(dir, file) for file in model.files]
@@ -2103,7 +2115,9 @@ def fetch_model_files(
         if not progress.complete:
             raise _upstream(f"{error.filename or dir}: {error.strerror or error}") from error
     if changed := _changed(files):  # by others, or by a file system that ignores case
-        raise _upstream(f"{changed[0]}: changed while other files were fetched or read")
+        for file in changed:
+            file.outcome = ""
+        raise _upstream(f"{changed[0].path}: changed while other files were fetched or read")
 
 
 # ---- deployment ----------------------------------------------------------------------------------
@@ -2173,7 +2187,7 @@ def record_model(
         if listed == []:
             raise ValueError("a model without files can never be deployed")
     except ValueError as error:
-        raise _invalid(str(error)) from None
+        raise _invalid(f"{error!s:.500}") from None
     if listed is None:
         if sidecar is None:
             text = "no sidecar is configured that could list the model's files: send them as files"
@@ -2205,9 +2219,7 @@ def audit_model(ctx: Context, root: str | os.PathLike[str], model: TrainedModel)
         for file, state in zip(model.files, states, strict=True)
     ]
     missing = sum(file.size for file in good.values() if file.state != "ok")
-    free = shutil.disk_usage(
-        next(place for place in (dir, *dir.parents) if os.path.exists(place))
-    ).free
+    free = _bytes_free(dir)
     complete = bool(files) and all(file["state"] == "ok" for file in files)
     return {
         "dir": str(dir),
@@ -2246,10 +2258,15 @@ def _call(
 ) -> tuple[str, Json]:
     """Call the deployer, with a context of its own; return its ref and a copy of its details.
 
-    Raises what it raises, TypeError and ValueError that say which for a bad result.
+    Raises Cancelled or TrainingError("upstream") with the text of what it raises, TypeError and
+    ValueError that say which for a bad result.
     """
     with ctx.inner() as own:
-        result: Any = deployer.deploy(own, req)
+        try:
+            result: Any = deployer.deploy(own, req)
+        except BaseException as error:  # the border to foreign code, which may raise SystemExit
+            ours = Cancelled if issubclass(type(error), Cancelled) else _upstream
+            raise ours(_text_of(error)) from error
     if result is None:
         return "", {}
     if hasattr(result, "cr_await"):
@@ -2293,9 +2310,9 @@ def _fetch_and_call(
     try:
         return _call(deployer, ctx, req)
     finally:
-        for path in _changed(progress.files):  # which it may only read
+        for file in _changed(progress.files):  # which it may only read
             text = "deployment %d: %s changed while the deployer ran; the next one repairs it"
-            log.warning(text, deploy_id, path)
+            log.warning(text, deploy_id, file.path)
 
 
 class _Interrupted(Cancelled):
@@ -2313,7 +2330,7 @@ def _abandonable(ctx: Context, work: Callable[[], T]) -> T | BaseException:
     def run() -> None:
         try:
             outcome.append(work())
-        except BaseException as error:  # the border to foreign code, which may raise SystemExit
+        except BaseException as error:  # whatever it is, it is recorded
             outcome.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
@@ -2338,8 +2355,7 @@ def _judge(ctx: Context, outcome: tuple[str, Json] | BaseException) -> tuple[str
         return "", {}, _cut(f"{ctx.reason}; the deployer returned ref {ref}")
     error = _text_of(outcome)
     if ctx.cancelled:
-        heard = issubclass(type(outcome), Cancelled)  # isinstance would ask the exception
-        error = ctx.reason if heard else f"{ctx.reason}: {error}"
+        error = ctx.reason if isinstance(outcome, Cancelled) else f"{ctx.reason}: {error}"
     return "", {}, _cut(error)
 
 
@@ -2437,7 +2453,7 @@ def deploy_model(
     event: Json = {"model_id": model.id, "deploy_id": deploy_id, "deployer": deployer.name}
     event |= {"duration_ms": duration_ms} | ({"error": error} if error else {})
     _announce(system_event, status, event, progress, ref)
-    if type(outcome) is _Interrupted:
+    if isinstance(outcome, _Interrupted):
         raise KeyboardInterrupt
     if error or stored is None:
         raise TrainingError("upstream" if stored else "internal", error, stored)
@@ -3325,9 +3341,18 @@ def _until_stopped(stop: threading.Event | None = None) -> Iterator[Callable[[],
     stop = stop or threading.Event()
     caught: list[int] = []  # a handler that set the event could meet the lock its waiter holds
     handlers: dict[int, Any] = {}
+    own = os.getpid()
+
+    def catch(number: int, _: object) -> None:
+        if os.getpid() == own:
+            caught.append(number)
+        else:  # a process that a deployer forked, and wants to end
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
     if threading.current_thread() is threading.main_thread():
         for which in (signal.SIGINT, signal.SIGTERM):
-            handlers[which] = signal.signal(which, lambda number, _: caught.append(number))
+            handlers[which] = signal.signal(which, catch)
 
     def wait() -> None:
         while not caught and not stop.wait(LOOK_INTERVAL_S):
@@ -3615,6 +3640,7 @@ def _run(argv: Sequence[str] | None, options: Json) -> int:
     given = vars(_parser().parse_args(argv))
     command = given.pop("command")
     quiet = command == "demo" and given.get("once")
+    logging.raiseExceptions = False  # a log that cannot be written is no reason to fail
     logging.basicConfig(
         level=logging.WARNING if quiet else logging.INFO,
         format="%(asctime)s %(levelname)s %(message)s",

@@ -1511,11 +1511,11 @@ def test_token_that_a_sidecar_echoes_gets_into_no_error(
 def test_token_that_a_sidecar_lists_gets_into_no_error(
     serve: Callable[..., App], httpserver: Any
 ) -> None:
-    entry = {"path": "../s3cret-tok", "size_bytes": 1}
+    entry = {"path": f"{'.' * 72}/s3cret-tok", "size_bytes": 1}
     httpserver.expect_request("/models/files").respond_with_json({"files": [entry]})
     app = serve(sidecar=httpserver.url_for("/"), sidecar_token="s3cret-tok")
     answer = app("POST", "/models", {"job_id": "job-1"})
-    assert (answer.status, "s3cret" in answer.error, "../…" in answer.error) == (502, False, True)
+    assert (answer.status, "s3c" in answer.error, "./…" in answer.error) == (502, False, True)
 
 
 def test_token_that_no_header_carries_is_refused() -> None:
@@ -1856,6 +1856,32 @@ gligabao.fetch_model_files(gligabao.Context(), Stubborn(), t.model_of({{"a": dat
     assert on_disk(tmp_path / "job-1") == {"a": payload(1_000_000)}
 
 
+def test_threads_of_a_fetcher_write_one_after_the_other(tmp_path: Path) -> None:
+    class GivenUp:
+        """Goes on by itself while a thread that it gave up still writes."""
+
+        def download_model_file(self, ctx: Context, model_path: str, file: str, w: Any) -> None:
+            def late() -> None:
+                with contextlib.suppress(Exception):
+                    w.write(bytes(size))
+
+            thread = threading.Thread(target=late)
+            thread.start()
+            while not w.received and not any(
+                path.stat().st_size for path in tmp_path.rglob(".fetch-*")
+            ):
+                pass
+            w.restart()
+            w.write(good)
+            thread.join()
+
+    size = 16_000_000
+    good = payload(size)
+    model = model_of({"a": good})
+    gligabao.fetch_model_files(Context(), GivenUp(), model, tmp_path / "job-1")
+    assert on_disk(tmp_path / "job-1") == {"a": good}
+
+
 @pytest.mark.parametrize("name", ["a", "b"], ids=["kept", "being fetched"])
 def test_file_that_others_change_during_a_fetch_is_not_handed_over(
     tmp_path: Path, name: str
@@ -1871,8 +1897,10 @@ def test_file_that_others_change_during_a_fetch_is_not_handed_over(
     target.mkdir()
     (target / "a").write_bytes(b"1")
     model, shelf = model_of({"a": b"1", "b": b"1"}), Meanwhile({"b": b"1"})
+    progress = gligabao.Progress()
     with pytest.raises(gligabao.TrainingError, match=f"^{name}: changed while"):
-        gligabao.fetch_model_files(Context(), shelf, model, target)
+        gligabao.fetch_model_files(Context(), shelf, model, target, progress=progress)
+    assert not progress.complete
     gligabao.fetch_model_files(Context(), Shelf({"a": b"1", "b": b"1"}), model, target)
     assert on_disk(target) == {"a": b"1", "b": b"1"}
 
@@ -2403,9 +2431,20 @@ def test_whatever_a_deployer_raises_is_recorded(
     assert deployed(tmp_path, deploy)["error"] == text
 
 
-def test_exception_that_hides_its_class_is_recorded(tmp_path: Path) -> None:
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@pytest.mark.parametrize("kind", [Disguised, Frozen])
+def test_exception_of_an_odd_class_is_recorded(
+    tmp_path: Path, kind: Callable[[str], BaseException]
+) -> None:
     def deploy(ctx: Context, req: Any) -> None:
-        raise Disguised("x")
+        raise kind("x")
 
     assert deployed(tmp_path, deploy)["error"] == "x"
 
@@ -2426,10 +2465,14 @@ def test_deployer_that_cancels_itself_has_failed(tmp_path: Path, reason: Any) ->
     assert deployed(tmp_path, deploy)["error"] == str(reason or "cancelled")
 
 
+@pytest.mark.parametrize("options", [{}, {"an act": "that exits"}], ids=str)
 def test_context_that_a_deployer_breaks_is_its_own(
-    serve: Callable[..., App], sidecar: Sidecar
+    serve: Callable[..., App], sidecar: Sidecar, options: dict[str, str]
 ) -> None:
     def breaks(ctx: Any, req: gligabao.DeployTrainedModelRequest) -> None:
+        if req.options:
+            with ctx.on_cancel(sys.exit):
+                ctx.wait(20)
         ctx.cancel("by itself")
         ctx.reason = ctx.cancel = ctx._event = None
         sidecar.release.wait(20)
@@ -2438,7 +2481,7 @@ def test_context_that_a_deployer_breaks_is_its_own(
     app = serve(trained_model_deployers=DEPLOYERS | {"breaks": breaks})
     sidecar.add({"a": b"1"})
     model = app.record({"a": b"1"})
-    with app.start_deploy(model, "breaks"):
+    with app.start_deploy(model, "breaks", options):
         until(lambda: app.progress(model).get("files_done"))
     with app.start_deploy(model, "patient"):
         until(lambda: len(app.history(model)) == 2)
@@ -3672,6 +3715,39 @@ def test_failed_start_exits_1_with_one_line(words: list[str], tmp_path: Path) ->
     assert "s3cret" not in done.stderr + done.stdout
 
 
+def test_process_that_a_deployer_leaves_holds_neither_the_process_nor_the_port(
+    sidecar: Sidecar, tmp_path: Path
+) -> None:
+    sidecar.add({"a": b"1"})
+    with process(tmp_path / "one", str(tmp_path / "x.db"), sidecar, tmp_path / "r") as (
+        server,
+        url,
+    ):
+        request(url, "POST", f"{API}/models", {"job_id": "job-1", "files": listed({"a": b"1"})})
+        children = []
+        for deployer in ("child", "orphan"):
+            body = {"deployer": deployer}
+            children.append(request(url, "POST", f"{API}/models/1/deployments", body).json["ref"])
+        server.terminate()
+        assert server.wait(12) == 0
+        with socket.create_server(("127.0.0.1", urlsplit(url).port or 0)):
+            os.kill(int(children[1]), signal.SIGKILL)
+
+
+def test_log_that_a_deployer_closes_is_no_reason_to_fail(sidecar: Sidecar, tmp_path: Path) -> None:
+    sidecar.add({"a": b"1"})
+    with process(tmp_path / "one", str(tmp_path / "x.db"), sidecar, tmp_path / "r") as (
+        server,
+        url,
+    ):
+        request(url, "POST", f"{API}/models", {"job_id": "job-1", "files": listed({"a": b"1"})})
+        for deployer in ("quiet", "mine"):
+            body = {"deployer": deployer}
+            assert request(url, "POST", f"{API}/models/1/deployments", body).status == 200
+        server.terminate()
+        assert server.wait(12) == 0
+
+
 @pytest.mark.parametrize("deployer", ["leave", "pool"])
 def test_thread_that_a_deployer_leaves_does_not_hold_the_process(
     sidecar: Sidecar, tmp_path: Path, deployer: str
@@ -4479,13 +4555,20 @@ def test_page_shows_500_models_and_100_deployments_the_newest(
 
 ROUNDS = int(os.environ.get("GLIGABAO_TEST_ROUNDS", "15"))  # 100 once in a while
 OWN = (
-    "import sys, threading, time; sys.path.insert(0, {!r}); import gligabao\n"
+    "import multiprocessing, os, sys, threading, time; sys.path.insert(0, {!r}); import gligabao\n"
     "from concurrent.futures import ThreadPoolExecutor\n"
     "def mine(ctx, req): return gligabao.DeployTrainedModelResult(str(req.deploy_id))\n"
     "def slow(ctx, req): ctx.wait(1); ctx.raise_if_cancelled()\n"
     "def leave(ctx, req): threading.Thread(target=time.sleep, args=(60,), daemon=False).start()\n"
     "def pool(ctx, req): ThreadPoolExecutor().submit(time.sleep, 60)\n"
-    "sys.exit(gligabao.main(trained_model_deployers={{'mine': mine, 'slow': slow, 'leave': leave, 'pool': pool}}))\n"
+    "def quiet(ctx, req): sys.stderr.close()\n"
+    "def child(ctx, req):\n"
+    "    multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,), daemon=True).start()\n"
+    "def orphan(ctx, req):\n"
+    "    made = os.fork() or time.sleep(60) or os._exit(0)\n"
+    "    return gligabao.DeployTrainedModelResult(str(made))\n"
+    "own = {{f.__name__: f for f in (mine, slow, leave, pool, quiet, child, orphan)}}\n"
+    "sys.exit(gligabao.main(trained_model_deployers=own))\n"
 )
 
 
