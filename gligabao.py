@@ -390,7 +390,7 @@ class Context:
 # to which other sites may link: each server gives a table of them. May use: context, types.
 
 SEND_BYTES = 64 * 1024  # what a client that reads an answer takes, at the least, in IDLE_TIMEOUT_S
-MAX_LINE_BYTES, MAX_HEADERS = 64 * 1024, 100  # no client needs more for the head of a request
+MAX_HEAD_BYTES = 64 * 1024  # no client needs more for a request's line and headers
 MAX_BODY_BYTES = 1024 * 1024  # options are 64 KiB at most; a model with thousands of files fits too
 _STATUS_OF_KIND = {"invalid": 400, "upstream": 502, "internal": 500, "unavailable": 503}
 # Without POLLRDHUP (macOS) a client that pipelined a request hides its leaving behind those bytes.
@@ -508,13 +508,23 @@ Routes = Sequence[tuple[str, Mapping[str, Route]]]
 
 # The library's parser takes more than this: folded lines, a lone CR, blanks around a name, HTTP/0.9.
 # To a proxy in front these may mean another request than to us.
-_REQUEST_LINE = re.compile(rb"([!-~]+) ([!-~]+) (HTTP/1\.[0-9]+)\r?\n")
-_HEADER_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)\r?\n")
+_REQUEST_LINE = re.compile(rb"[!-~]+ [!-~]+ HTTP/1\.[0-9]+\r?\n")
+_HEADER_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*)?\r?\n")
+
+
+class _Headers(http.client.HTTPMessage):
+    """Headers of a request; whatever type its body has, the parser must not look for parts in it."""
+
+    def get_content_type(self) -> str:
+        """Return the type by which the parser goes on after the headers."""
+        return "text/plain"
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     """One connection: reads requests, checks their framing and who asks, answers by the route."""
 
+    protocol_version = "HTTP/1.1"
+    MessageClass = _Headers
     disable_nagle_algorithm = True  # it makes a file behind its header wait for the client's ACK
     server: _HTTPServer
     rfile: io.BufferedReader
@@ -532,13 +542,21 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             log.debug("%s left: %s", self.client_address[0], error)
             self.close_connection = True
 
+    def handle_expect_100(self) -> bool:
+        """Leave the interim answer to `read_json`, when it is known that the body is wanted."""
+        return True
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Raise what the parser refuses, always as 400."""
+        raise _malformed(message or http.HTTPStatus(code).phrase)
+
     def _answer_request(self) -> None:
         begun = time.monotonic()
         self.command = path = self.query = ""
         self.body_left = 0
         try:
-            target = self._read_head()
-            path, _, self.query = target.partition("?")
+            self._read_head()
+            path, _, self.query = self.requestline.split(" ")[1].partition("?")
             self.body_left = self._body_length()
             if not self.body_left:
                 self.server.set_deadline(self.connection, math.inf)
@@ -560,34 +578,30 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.server.set_deadline(self.connection, IDLE_TIMEOUT_S)
             self.rfile.read(self.body_left)
 
-    def _read_line(self) -> bytes:
-        line = self.rfile.readline(MAX_LINE_BYTES + 1)
-        if len(line) > MAX_LINE_BYTES:
-            raise _malformed(f"a line of the request's head is longer than {MAX_LINE_BYTES} bytes")
-        if not line.endswith(b"\n"):
-            raise _Gone("the request ended early")
-        return line
-
-    def _read_head(self) -> str:
-        """Read the request's line and headers; return its target. Raises _Refusal, _Gone."""
-        self.headers = http.client.HTTPMessage()
-        line = self._read_line()
-        if line == b"\r\n":  # some clients send it after a body
-            line = self._read_line()
-        if not (found := _REQUEST_LINE.fullmatch(line)):
-            raise _malformed("the request line must be a method, a target and HTTP/1.1")
-        self.command, target, self.request_version = (part.decode() for part in found.groups())
-        while (line := self._read_line()) not in (b"\r\n", b"\n"):
-            count = len(self.headers) + 1
-            if count > MAX_HEADERS:
-                raise _malformed(f"the request has more than {MAX_HEADERS} headers")
-            if not (found := _HEADER_LINE.fullmatch(line)):
-                raise _malformed(f"header {count} of the request is no line like Name: value")
-            self.headers[found[1].decode()] = found[2].lstrip(b" \t").decode("latin-1")
-        wishes = {wish.strip() for wish in self.headers.get("Connection", "").lower().split(",")}
-        old = self.request_version == "HTTP/1.0"
-        self.close_connection = "close" in wishes or (old and "keep-alive" not in wishes)
-        return target
+    def _read_head(self) -> None:
+        """Read the request's line and headers, which the library parses once they are as they should be."""
+        lines: list[bytes] = []
+        left = MAX_HEAD_BYTES
+        while not lines or lines[-1] not in (b"\r\n", b"\n"):
+            line = self.rfile.readline(left + 1)
+            left -= len(line)
+            if left < 0:
+                raise _malformed(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+            if not line.endswith(b"\n"):
+                raise _Gone("the request ended early")
+            if not lines and line == b"\r\n":
+                continue  # some clients send it after a body
+            if not lines and not _REQUEST_LINE.fullmatch(line):
+                raise _malformed("the request line must be a method, a target and HTTP/1.1")
+            if lines and not _HEADER_LINE.fullmatch(line):
+                raise _malformed(f"header {len(lines)} of the request is no line like Name: value")
+            lines.append(line)
+        self.raw_requestline = lines[0]
+        body, self.rfile = self.rfile, io.BytesIO(b"".join(lines[1:]))  # type: ignore[assignment]
+        try:
+            self.parse_request()
+        finally:
+            self.rfile = body
 
     def _body_length(self) -> int:
         """Check the framing of the request; return the length of its body."""
@@ -1086,9 +1100,10 @@ class _Store:
         """Return the same as rows; `_deployment_from` makes a deployment of each."""
         sql = (
             f"SELECT {_DEPLOYMENT_COLUMNS} FROM gb_trained_model_deployments"
-            " WHERE trained_model_id = ? ORDER BY id DESC LIMIT ?"
+            " WHERE trained_model_id = ? AND EXISTS (SELECT 1 FROM gb_trained_models WHERE id = ?)"
+            " ORDER BY id DESC LIMIT ?"
         )
-        return self._rows(sql, model_id, limit)
+        return self._rows(sql, model_id, model_id, limit)
 
 
 class _SQLite(_Store):
@@ -1398,16 +1413,24 @@ def _open_regular(name: str, directory: int) -> io.FileIO:
     raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
 
 
-def _walk(root: Path, parts: Sequence[str]) -> Iterator[tuple[str, io.FileIO]]:
-    """Yield the path and the open file of every file below a directory; raises OSError.
+def _raise_if_passing(error: Exception) -> None:
+    """Raise an error that tells of this moment, and nothing of the file that was looked for."""
+    if getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO):
+        raise error
 
-    Links and devices are none, and not followed.
+
+def _walk(ctx: Context, root: Path, parts: Sequence[str]) -> Iterator[tuple[str, io.FileIO]]:
+    """Yield the path and the open file of every file below a directory.
+
+    Links and devices are none, and not followed. Raises OSError where there is no such directory,
+    or one below it cannot be read; Cancelled.
     """
     unread: list[list[str]] = [[]]  # directories, which may nest deeper than calls do
     while unread:
         folders = unread.pop()
         with _directory(root, [*parts, *folders]) as directory:
             for name in os.listdir(directory):
+                ctx.raise_if_cancelled()
                 try:
                     file = _open_regular(name, directory)
                 except IsADirectoryError:
@@ -1739,6 +1762,7 @@ class _SidecarDirectory:
 
     def models(self, request: _Handler) -> _Answer:
         """Answer with the models there are."""
+        names = []
         try:
             with _directory(self._root, ["trained"]) as directory, os.scandir(directory) as entries:
                 names = sorted(
@@ -1746,8 +1770,8 @@ class _SidecarDirectory:
                     for entry in entries
                     if _is_job_id(entry.name) and entry.is_dir(follow_symlinks=False)
                 )
-        except OSError:
-            names = []
+        except OSError as error:
+            _raise_if_passing(error)
         return _json_answer(200, {"models": [{"model_path": f"trained/{name}"} for name in names]})
 
     def _model(self, request: _Handler) -> list[str]:
@@ -1763,11 +1787,14 @@ class _SidecarDirectory:
         listed = []
         try:
             with request.watched() as ctx:
-                for path, file in _walk(self._root, parts):
+                for path, file in _walk(ctx, self._root, parts):
                     if "/.fetch-" not in f"/{path}":
+                        # What is no UTF-8 gets backslashes, with which no path is ever recorded.
+                        path = os.fsencode(path).decode(errors="backslashreplace")
                         size = os.fstat(file.fileno()).st_size
                         listed.append(TrainedModelFile(path, size, _digest(ctx, file)))
         except OSError as error:
+            _raise_if_passing(error)
             raise _Refusal(404, f"no model at {'/'.join(parts)!r}: {_why(error)}") from None
         listed.sort(key=lambda file: file.path)
         return _json_answer(200, {"files": [vars(file) for file in listed]})
@@ -1779,7 +1806,8 @@ class _SidecarDirectory:
             *folders, name = _check_path(path).split("/")
             with _directory(self._root, [*self._model(request), *folders]) as directory:
                 file = _open_regular(name, directory)
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            _raise_if_passing(error)
             raise _Refusal(404, f"no file {path!r:.200} in that model") from None
         size = os.fstat(file.fileno()).st_size
         headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
@@ -2204,8 +2232,10 @@ def audit_model(ctx: Context, root: str | os.PathLike[str], model: TrainedModel)
     dir = model_dir(root, model)
 
     def look(ctx: Context, file: _Incoming) -> None:
-        with contextlib.suppress(OSError):  # whatever is in the way, the file is missing
+        try:
             _look(ctx, file)
+        except OSError as error:  # whatever is in the way, the file is missing
+            _raise_if_passing(error)
 
     good: dict[int, _Incoming] = {}
     for number, file in enumerate(model.files):
@@ -3568,7 +3598,7 @@ def _run_deploy(options: Json) -> int:
         follower.start()
     try:
         with _open_url(Context(), request, None) as response:
-            answer = _decode_json(response.read())
+            answer = _JSON.decode(response.read().decode())
             deployment = answer if response.status == 200 else answer.get("deployment")
             if not isinstance(deployment, dict):
                 raise ValueError(answer["error"])
@@ -3621,7 +3651,10 @@ def _run_demo(options: Json) -> int:
 
 @contextlib.contextmanager
 def _standard_streams() -> Iterator[None]:
-    """Let no standard stream that is closed, full or without a reader change the exit code."""
+    """Let no standard stream that is closed, full or without a reader fail what is done.
+
+    Only a result that cannot be printed is a failure.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # else what is opened next gets its number, and its bytes
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
