@@ -2360,7 +2360,7 @@ def _abandonable(ctx: Context, work: Callable[[], T]) -> T | BaseException:
     def run() -> None:
         try:
             outcome.append(work())
-        except BaseException as error:  # whatever it is, it is recorded
+        except Exception as error:  # whatever it is, it is recorded
             outcome.append(error)
 
     thread = threading.Thread(target=run, daemon=True)

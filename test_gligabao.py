@@ -2167,9 +2167,14 @@ def test_leftovers_of_a_dead_fetch_are_removed_and_nothing_else(
         assert on_disk(folder) == THREE | {"mine.txt": b"x"}
 
 
-def test_complete_directory_deploys_where_nothing_can_be_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("leftovers", [[], [".fetch-1"]], ids=["clean", "with a leftover"])
+def test_complete_directory_deploys_where_nothing_can_be_written(
+    tmp_path: Path, leftovers: list[str]
+) -> None:
     model, target = model_of(THREE), tmp_path / "root" / "job-1"
     gligabao.fetch_model_files(Context(), Shelf(THREE), model, target)
+    for name in leftovers:
+        (target / name).touch()
     (tmp_path / "root" / ".job-1.lock").unlink()
     code = (
         f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(tmp_path)!r}]; import os, gligabao, test_gligabao as t;"
