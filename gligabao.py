@@ -357,7 +357,7 @@ class Context:
             raise Cancelled(self.reason)
 
     @contextlib.contextmanager
-    def on_cancel(self, act: Callable[[], object]) -> Iterator[None]:
+    def _on_cancel(self, act: Callable[[], object]) -> Iterator[None]:
         """Call `act`, which must not raise or wait, if it is cancelled in this block, or was."""
         with self._guard:
             late = self._event.is_set()
@@ -371,7 +371,7 @@ class Context:
                 self._acts.remove(act)
 
     @contextlib.contextmanager
-    def inner(self, limit_s: float | None = None) -> Iterator[Context]:
+    def _inner(self, limit_s: float | None = None) -> Iterator[Context]:
         """Yield a context that is cancelled with this one, after `limit_s` seconds, or alone."""
         inner = Context()
         with contextlib.ExitStack() as held:
@@ -381,7 +381,7 @@ class Context:
                 timer.daemon = True
                 timer.start()
                 held.callback(timer.cancel)
-            held.enter_context(self.on_cancel(lambda: Context.cancel(inner, self.reason)))
+            held.enter_context(self._on_cancel(lambda: Context.cancel(inner, self.reason)))
             yield inner
 
 
@@ -591,9 +591,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 raise _Gone("the request ended early")
             if not lines and line == b"\r\n":
                 continue  # some clients send it after a body
-            if not lines and not _REQUEST_LINE.fullmatch(line):
-                raise _malformed("the request line must be a method, a target and HTTP/1.1")
-            if lines and not _HEADER_LINE.fullmatch(line):
+            if not lines:
+                if not _REQUEST_LINE.fullmatch(line):
+                    raise _malformed("the request line must be a method, a target and HTTP/1.1")
+                self.command = line.split(b" ")[0].decode()  # HEAD has no body, if refused below
+            elif not _HEADER_LINE.fullmatch(line):
                 raise _malformed(f"header {len(lines)} of the request is no line like Name: value")
             lines.append(line)
         self.raw_requestline = lines[0]
@@ -1515,7 +1517,7 @@ def _dial(
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             # A descriptor of its own, since TLS takes over the other one and its reader closes it.
             twin = held.enter_context(connection.dup())
-            held.enter_context(ctx.on_cancel(functools.partial(_hang_up, twin)))
+            held.enter_context(ctx._on_cancel(functools.partial(_hang_up, twin)))
             opened.pop_all()
             return connection
     raise failure or OSError(f"{address[0]} has no address")
@@ -1712,7 +1714,7 @@ class SidecarClient:
 
         Raises TrainingError("upstream") for an answer that is no such list; Cancelled.
         """
-        with ctx.inner(FETCH_TIMEOUT_S) as inner:
+        with ctx._inner(FETCH_TIMEOUT_S) as inner:
             try:
                 return self._retry(
                     inner, model_path, lambda: 0, lambda: self._list(inner, model_path)
@@ -1869,10 +1871,17 @@ class _Incoming:
         # and one that it gave up may wake late.
         self._guard = threading.Lock()
 
-    def directory(self, *, create: bool = False) -> contextlib.AbstractContextManager[int]:
-        """Return a block with a descriptor of the directory that holds the file; raises OSError."""
+    @contextlib.contextmanager
+    def directory(self, *, create: bool = False) -> Iterator[int]:
+        """Yield a descriptor of the directory that holds the file; raises OSError that names it."""
         parts = [self.dir.name, *self.folders]
-        return _directory(self.dir.parent, parts, create=create)
+        with contextlib.ExitStack() as held:
+            try:
+                directory = _directory(self.dir.parent, parts, create=create)
+                descriptor = held.enter_context(directory)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, self.path) from None
+            yield descriptor
 
     def write(self, data: bytes) -> None:
         """Append bytes; raises TrainingError for more than recorded, OSError for the disk's."""
@@ -1990,7 +1999,7 @@ def _each(
         for file in files:
             work(ctx, file)
         return
-    with ctx.inner() as inner, ThreadPoolExecutor(8) as pool:
+    with ctx._inner() as inner, ThreadPoolExecutor(8) as pool:
         try:
             largest_first = sorted(files, key=lambda file: file.size, reverse=True)
             for task in as_completed([pool.submit(work, inner, file) for file in largest_first]):
@@ -2091,7 +2100,7 @@ def _fetch_locked(
 ) -> None:
     """Look again, now that nobody else fetches into `dir`, and fetch what is missing or wrong."""
     _leftovers(files, remove=True)
-    with ctx.inner(FETCH_TIMEOUT_S) as inner:
+    with ctx._inner(FETCH_TIMEOUT_S) as inner:
         try:
             _each(inner, files, _look, small_bytes=SMALL_BYTES)
             wanted = [file for file in files if file.state != "ok"]
@@ -2283,27 +2292,18 @@ def _check_options(options: object) -> str:
     return text
 
 
-def _call(
-    deployer: TrainedModelDeployer, ctx: Context, req: DeployTrainedModelRequest
-) -> tuple[str, Json]:
-    """Call the deployer, with a context of its own; return its ref and a copy of its details.
+def _plain_result(result: Any) -> tuple[str, Json]:
+    """Return the ref and a copy of the details of what a deployer returned.
 
-    Raises Cancelled or TrainingError("upstream") with the text of what it raises, TypeError and
-    ValueError that say which for a bad result.
+    Raises TypeError and ValueError that say which is wrong.
     """
-    with ctx.inner() as own:
-        try:
-            result: Any = deployer.deploy(own, req)
-        except BaseException as error:  # the border to foreign code, which may raise SystemExit
-            ours = Cancelled if issubclass(type(error), Cancelled) else _upstream
-            raise ours(_text_of(error)) from error
     if result is None:
         return "", {}
     if hasattr(result, "cr_await"):
         result.close()  # a coroutine nobody awaits would warn
 
     def expect(what: str, value: object, kind: type, or_none: str = "") -> None:
-        if not isinstance(value, kind):
+        if not issubclass(type(value), kind):
             got, wanted = type(value).__name__, kind.__name__ + or_none
             raise TypeError(f"the deployer returned {what} of type {got}, not {wanted}")
 
@@ -2315,12 +2315,27 @@ def _call(
         return ref, {}
     expect("details", details, dict, " or None")
     try:
-        details = json.loads(_encode_json(details))
+        return ref, json.loads(_encode_json(details))
     except Exception as error:  # foreign objects may raise anything while they are encoded
-        raise ValueError(
-            f"the deployer returned details that are no JSON: {_text_of(error)}"
-        ) from None
-    return ref, details
+        text = f"the deployer returned details that are no JSON: {_text_of(error)}"
+        raise ValueError(text) from None
+
+
+def _call(
+    deployer: TrainedModelDeployer, ctx: Context, req: DeployTrainedModelRequest
+) -> tuple[str, Json]:
+    """Call the deployer, with a context of its own; return its ref and a copy of its details.
+
+    Raises Cancelled or TrainingError("upstream") with the text of what it raises, or of what is wrong
+    with its result. Nothing that is the deployer's leaves this function.
+    """
+    with ctx._inner() as own:
+        try:
+            return _plain_result(deployer.deploy(own, req))
+        except BaseException as error:  # the border to foreign code, which may raise SystemExit
+            ours = Cancelled if issubclass(type(error), Cancelled) else _upstream
+            failure = ours(_text_of(error))
+    raise failure
 
 
 def _fetch_and_call(
@@ -2361,7 +2376,9 @@ def _abandonable(ctx: Context, work: Callable[[], T]) -> T | BaseException:
         try:
             outcome.append(work())
         except Exception as error:  # whatever it is, it is recorded
-            outcome.append(error)
+            # Their frames would keep open, until the next collection, what foreign code had open.
+            error.__cause__ = error.__context__ = None
+            outcome.append(error.with_traceback(None))
 
     thread = threading.Thread(target=run, daemon=True)
     try:
@@ -3616,16 +3633,15 @@ def _run_deploy(options: Json) -> int:
     return 0 if completed else 1
 
 
-def _run_demo(options: Json) -> int:
+def _run_demo(options: Json, stop: threading.Event | None) -> int:
     with (
-        _until_stopped(options.pop("stop", None)) as wait,
+        _until_stopped(stop) as wait,
         tempfile.TemporaryDirectory(prefix="gligabao-demo-", ignore_cleanup_errors=True) as made,
     ):
         home, once = Path(made), options.pop("once", False)
         home.joinpath("releases").mkdir()
         options |= {
             "training": True,
-            "api_key": None,
             "sidecar": str(home / "models"),
             "database": str(home / "gligabao.db"),
             "trained_model_deployers": {"release": _release_deployer(home / "releases")},
@@ -3698,7 +3714,7 @@ def _run(argv: Sequence[str] | None, options: Json) -> int:
             case "deploy":
                 return _run_deploy(given)
             case _:
-                return _run_demo(options | given)
+                return _run_demo(given, options.get("stop"))
     except KeyboardInterrupt:
         return 130
     except (

@@ -15,6 +15,7 @@ import dataclasses
 import errno
 import fcntl
 import functools
+import gc
 import hashlib
 import http.client
 import inspect
@@ -39,6 +40,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -627,11 +629,11 @@ def test_json_in_that_is_not_utf8_says_where() -> None:
 
 def test_context_keeps_the_first_reason_and_calls_its_acts_once() -> None:
     ctx, calls = Context(), []
-    with ctx.on_cancel(lambda: calls.append("act")):
+    with ctx._on_cancel(lambda: calls.append("act")):
         assert not ctx.wait(0)
         ctx.cancel("first")
         ctx.cancel("second")
-    with ctx.on_cancel(lambda: calls.append("late")):
+    with ctx._on_cancel(lambda: calls.append("late")):
         pass
     assert (ctx.cancelled, ctx.reason, ctx.wait(), calls) == (True, "first", True, ["act", "late"])
     with pytest.raises(gligabao.Cancelled, match="first"):
@@ -640,10 +642,10 @@ def test_context_keeps_the_first_reason_and_calls_its_acts_once() -> None:
 
 def test_inner_context_ends_with_the_outer_one_and_at_its_limit() -> None:
     ctx = Context()
-    with ctx.inner(0.01) as inner:
+    with ctx._inner(0.01) as inner:
         assert inner.wait(10)
     assert not ctx.cancelled
-    with ctx.inner() as inner:
+    with ctx._inner() as inner:
         ctx.cancel("over")
         assert inner.reason == "over"
 
@@ -726,6 +728,12 @@ def test_bad_framing_is_400_and_the_end_of_the_connection(lite: App, data: bytes
 def test_type_of_a_body_does_not_matter(lite: App, kind: str) -> None:
     body = {"job_id": "job-1", "files": listed({"a": b"1"})}
     assert lite("POST", "/models", body, Content_Type=kind).status == 201
+
+
+def test_refused_head_request_has_no_body(lite: App) -> None:
+    with lite.connect() as connection, connection.makefile("rb") as file:
+        connection.sendall(b"HEAD /health HTTP/1.1\r\nno header\r\n\r\n")
+        assert file.read().endswith(b"\r\nConnection: close\r\n\r\n")
 
 
 def test_empty_line_after_a_body_is_no_request(lite: App) -> None:
@@ -2480,6 +2488,38 @@ class Frozen(Exception):
         return self.text
 
 
+def test_result_whose_parts_raise_is_recorded_though_the_client_left(tmp_path: Path) -> None:
+    class Trap(DeployTrainedModelResult):
+        @property
+        def ref(self) -> str:  # type: ignore[override]
+            raise Disguised("x")
+
+    def deploy(ctx: Context, req: Any) -> DeployTrainedModelResult:
+        outer.cancel("gone")
+        return Trap.__new__(Trap)
+
+    outer = Context()
+    assert deployed(tmp_path, deploy, ctx=outer)["error"] == "gone: x"
+
+
+def test_failed_deployer_leaves_nothing_open_until_a_collection(tmp_path: Path) -> None:
+    class Held:
+        pass
+
+    def deploy(ctx: Context, req: Any) -> None:
+        held = Held()
+        kept.append(weakref.ref(held))
+        raise RuntimeError("x")
+
+    kept: list[weakref.ref[Held]] = []
+    gc.disable()
+    try:
+        deployed(tmp_path, deploy)
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("kind", [Disguised, Frozen])
 def test_exception_of_an_odd_class_is_recorded(
     tmp_path: Path, kind: Callable[[str], BaseException]
@@ -2512,7 +2552,7 @@ def test_context_that_a_deployer_breaks_is_its_own(
 ) -> None:
     def breaks(ctx: Any, req: gligabao.DeployTrainedModelRequest) -> None:
         if req.options:
-            with ctx.on_cancel(sys.exit):
+            with ctx._on_cancel(sys.exit):
                 ctx.wait(20)
         ctx.cancel("by itself")
         ctx.reason = ctx.cancel = ctx._event = None
@@ -3817,7 +3857,7 @@ def test_thread_that_a_deployer_leaves_does_not_hold_the_process(
 
 
 def test_demo_has_options_of_its_own(tmp_path: Path) -> None:
-    code = "main(['demo', '--once'], api_key='k3y', stop=threading.Event(), database='x.db')"
+    code = "main(['demo', '--once'], api_key='k3y', stop=threading.Event(), trained_model_deploy_dir='mine', host='0.0.0.0')"
     words = [sys.executable, "-Bc", f"import threading; from gligabao import main; exit({code})"]
     env = {**os.environ, "PYTHONPATH": str(HERE)}
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, timeout=60)
