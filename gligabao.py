@@ -2334,8 +2334,7 @@ def _call(
             return _plain_result(deployer.deploy(own, req))
         except BaseException as error:  # the border to foreign code, which may raise SystemExit
             ours = Cancelled if issubclass(type(error), Cancelled) else _upstream
-            failure = ours(_text_of(error))
-    raise failure
+            raise ours(_text_of(error)) from None
 
 
 def _fetch_and_call(
