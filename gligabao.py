@@ -999,10 +999,7 @@ class _Store:
     the columns as keys, in their order; its times are text in RFC 3339, UTC.
     """
 
-    _types: ClassVar[
-        Mapping[str, str]
-    ]  # what the columns of the tables are called in this database
-
+    _types: ClassVar[Mapping[str, str]]  # what the kinds of columns are called here
     _errors: tuple[type[Exception], ...]  # what the driver raises
 
     def _execute(self, sql: str, values: Sequence[object]) -> list[Any]:
@@ -2217,15 +2214,15 @@ def record_model(
         "path": field("path", "", str, text) or f"trained/{job_id}",
     }
     listed = field("files", None, (list, type(None)), "a list of objects")
+    if listed == []:
+        raise _invalid("a model without files can never be deployed")
+    files = [_file_from(entry) for entry in listed or ()]
     try:
         _check_path(fields["path"])
-        files = [_file_from(entry) for entry in listed or ()]
         _check_files(files)
-        if listed == []:
-            raise ValueError("a model without files can never be deployed")
     except ValueError as error:
         raise _invalid(f"{error!s:.500}") from None
-    if listed is None:
+    if not files:
         if sidecar is None:
             text = "no sidecar is configured that could list the model's files: send them as files"
             raise TrainingError("unavailable", text)

@@ -2572,17 +2572,14 @@ def test_context_that_a_deployer_breaks_is_its_own(
 
 
 def test_deployment_that_gets_no_thread_is_recorded(tmp_path: Path) -> None:
-    with gligabao.Server(port=0, database=str(tmp_path / "y.db")):
-        size = threading.stack_size(1 << 46)  # more than there can be
-        try:
-            assert "thread" in deployed(tmp_path, ok)["error"]
-        finally:
-            threading.stack_size(size)
+    size = threading.stack_size(1 << 46)  # more than there can be
+    try:
+        assert "thread" in deployed(tmp_path, ok)["error"]
+    finally:
+        threading.stack_size(size)
 
 
-def test_default_timeout_that_a_deployer_sets_is_not_the_servers(
-    lite: App, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_timeout_that_a_deployer_sets_is_not_the_servers(lite: App) -> None:
     socket.setdefaulttimeout(0.1)
     try:
         with lite.connect() as connection:
@@ -3015,11 +3012,9 @@ def test_limit_counts_from_the_newest(app: App, sidecar: Sidecar, database: str)
         assert [row["id"] for row in rows] == [*range(520, 520 - count, -1)]
     with direct(database) as sql:
         if "://" not in database:  # where nothing holds others to the reference
-            sql("DELETE FROM gb_trained_models WHERE id = ?", model + 1)
             sql("UPDATE gb_trained_model_deployments SET trained_model_id = ? WHERE id = 1", 77)
             assert app("GET", "/models/77/deployments").status == 404
             sql("UPDATE gb_trained_model_deployments SET trained_model_id = ? WHERE id = 1", model)
-            plant(database, "job-3", [])
     for bad in ("0", "-1", "+1", "abc", "", "1.5", "1e2", "%D9%A5", "1_0", "%201", "9" * 5000):
         assert app("GET", f"{path}?limit={bad}").status == 400
         assert app("GET", f"/models?limit={bad}").status == 400
@@ -3807,19 +3802,24 @@ def test_failed_start_exits_1_with_one_line(words: list[str], tmp_path: Path) ->
     assert "s3cret" not in done.stderr + done.stdout
 
 
+@contextlib.contextmanager
+def own_server(
+    sidecar: Sidecar, tmp_path: Path
+) -> Iterator[tuple[Any, str, Callable[..., Answer]]]:
+    """Run a server of its own process; yield it, its address, and how to deploy the model it has."""
+    sidecar.add({"a": b"1"})
+    made = process(tmp_path / "one", str(tmp_path / "x.db"), sidecar, tmp_path / "r")
+    with made as (server, url):
+        request(url, "POST", f"{API}/models", {"job_id": "job-1", "files": listed({"a": b"1"})})
+        path = f"{API}/models/1/deployments"
+        yield server, url, lambda deployer: request(url, "POST", path, {"deployer": deployer})
+
+
 def test_process_that_a_deployer_leaves_holds_neither_the_process_nor_the_port(
     sidecar: Sidecar, tmp_path: Path
 ) -> None:
-    sidecar.add({"a": b"1"})
-    with process(tmp_path / "one", str(tmp_path / "x.db"), sidecar, tmp_path / "r") as (
-        server,
-        url,
-    ):
-        request(url, "POST", f"{API}/models", {"job_id": "job-1", "files": listed({"a": b"1"})})
-        children = []
-        for deployer in ("child", "orphan"):
-            body = {"deployer": deployer}
-            children.append(request(url, "POST", f"{API}/models/1/deployments", body).json["ref"])
+    with own_server(sidecar, tmp_path) as (server, url, deploy):
+        children = [deploy(deployer).json["ref"] for deployer in ("child", "orphan")]
         server.terminate()
         assert server.wait(12) == 0
         with socket.create_server(("127.0.0.1", urlsplit(url).port or 0)):
@@ -3827,15 +3827,9 @@ def test_process_that_a_deployer_leaves_holds_neither_the_process_nor_the_port(
 
 
 def test_log_that_a_deployer_closes_is_no_reason_to_fail(sidecar: Sidecar, tmp_path: Path) -> None:
-    sidecar.add({"a": b"1"})
-    with process(tmp_path / "one", str(tmp_path / "x.db"), sidecar, tmp_path / "r") as (
-        server,
-        url,
-    ):
-        request(url, "POST", f"{API}/models", {"job_id": "job-1", "files": listed({"a": b"1"})})
+    with own_server(sidecar, tmp_path) as (server, _, deploy):
         for deployer in ("quiet", "mine"):
-            body = {"deployer": deployer}
-            assert request(url, "POST", f"{API}/models/1/deployments", body).status == 200
+            assert deploy(deployer).status == 200
         server.terminate()
         assert server.wait(12) == 0
 
@@ -3844,14 +3838,8 @@ def test_log_that_a_deployer_closes_is_no_reason_to_fail(sidecar: Sidecar, tmp_p
 def test_thread_that_a_deployer_leaves_does_not_hold_the_process(
     sidecar: Sidecar, tmp_path: Path, deployer: str
 ) -> None:
-    sidecar.add({"a": b"1"})
-    with process(tmp_path / "one", str(tmp_path / "x.db"), sidecar, tmp_path / "r") as (
-        server,
-        url,
-    ):
-        request(url, "POST", f"{API}/models", {"job_id": "job-1", "files": listed({"a": b"1"})})
-        answer = request(url, "POST", f"{API}/models/1/deployments", {"deployer": deployer})
-        assert answer.status == 200
+    with own_server(sidecar, tmp_path) as (server, _, deploy):
+        assert deploy(deployer).status == 200
         server.terminate()
         assert server.wait(12) == 0
 
