@@ -1065,16 +1065,25 @@ class _Store:
         """Delete the model and its deployments; return whether there was one."""
         return bool(self._rows("DELETE FROM gb_trained_models WHERE id = ? RETURNING id", id))
 
-    def record_trained_model_deployment(self, model_id: int, deployer: str, options: Json) -> int:
+    def record_trained_model_deployment(
+        self, model_id: int, deployer: str, options: Json | None
+    ) -> int:
         """Store a new deployment as running; return its id."""
         sql = (
             "INSERT INTO gb_trained_model_deployments (trained_model_id, deployer, options, status,"
             " created_at) VALUES (?, ?, ?, 'running', ?) RETURNING id"
         )
-        return int(self._rows(sql, model_id, deployer, options, _now())[0][0])
+        return int(self._rows(sql, model_id, deployer, options or {}, _now())[0][0])
 
     def finish_trained_model_deployment(
-        self, id: int, status: str, dir: str, ref: str, details: Json, error: str, duration_ms: int
+        self,
+        id: int,
+        status: str,
+        dir: str,
+        ref: str,
+        details: Json | None,
+        error: str,
+        duration_ms: int,
     ) -> Json | None:
         """Store how a deployment ended; return it, or None when it is gone. May be tried again."""
         sql = (
@@ -1082,7 +1091,8 @@ class _Store:
             " error = ?, duration_ms = ?, completed_at = ? WHERE id = ?"
             f" RETURNING {_DEPLOYMENT_COLUMNS}"
         )
-        rows = self._rows(sql, status, dir, ref, details, error, duration_ms, _now(), id)
+        values = (status, dir, ref, details or {}, error, duration_ms, _now())
+        rows = self._rows(sql, *values, id)
         return _deployment_from(rows[0]) if rows else None
 
     def get_trained_model_deployment(self, id: int) -> Json | None:
@@ -2470,8 +2480,7 @@ def deploy_model(
         raise TrainingError("unavailable", "there is no active sidecar to fetch the files from")
     own = _copy_of(model)
     # 3. record the deployment
-    given = request.options or {}
-    deploy_id = store.record_trained_model_deployment(model.id, deployer.name, given)
+    deploy_id = store.record_trained_model_deployment(model.id, deployer.name, request.options)
     running = {} if running is None else running
     running[deploy_id] = progress = Progress()
     req = DeployTrainedModelRequest(deploy_id, own, dir, json.loads(options))

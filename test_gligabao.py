@@ -1018,6 +1018,15 @@ def test_deployment_is_stored_running_and_then_as_it_ended(store: Any, database:
     assert store.finish_trained_model_deployment(999, "failed", "", "", {}, "", 0) is None
 
 
+def test_options_and_details_that_are_none_are_stored_as_empty_objects(
+    store: Any, database: str
+) -> None:
+    plant(database, "job-1", [])
+    deploy_id = store.record_trained_model_deployment(1, "ok", None)
+    ended = store.finish_trained_model_deployment(deploy_id, "completed", "/d", "r", None, "", 1)
+    assert (ended["options"], ended["details"]) == ({}, {})
+
+
 def test_text_no_database_holds_is_replaced_not_lost(store: Any, database: str) -> None:
     plant(database, "job-1", [])
     deploy_id = store.record_trained_model_deployment(1, "ok", {})
