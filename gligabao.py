@@ -3722,9 +3722,7 @@ def _run(argv: Sequence[str] | None, options: Json) -> int:
                 return _run_demo(given, options.get("stop"))
     except KeyboardInterrupt:
         return 130
-    except (
-        Exception
-    ) as error:  # the border to the person at the terminal: one line, whatever it was
+    except Exception as error:  # the border to the person at the terminal: one line, whatever it is
         text = " ".join(_text_of(error).split())
         print(f"gligabao: {_UNPRINTABLE.sub('?', text)}", file=sys.stderr)
         return 1
