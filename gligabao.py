@@ -760,7 +760,9 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
             super().__init__(address[:2], _Handler)  # type: ignore[arg-type]
         except OSError as error:
             raise OSError(error.errno, error.strerror, f"{host}:{port}") from None
-        shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(address[0]), host)
+        # The address, not the host: without a key no other name is answered to.
+        bound = str(address[0])
+        shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
         self.url = f"http://{f'[{shown}]' if ':' in shown else shown}:{self.server_port}"
         threading.Thread(target=self.serve_forever, args=(LOOK_INTERVAL_S,), daemon=True).start()
 
@@ -3470,7 +3472,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="gligabao",
         parents=[common],
         description="Hand trained models to your own code: fetch, verify, deploy, record.",
-        epilog="Deployers are code: register them with gligabao.main(trained_model_deployers=…).",
+        epilog="Deployers are code: register them with gligabao.main(trained_model_deployers=...).",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

@@ -899,6 +899,11 @@ def test_without_a_key_only_loopback_is_bound(host: str, tmp_path: Path) -> None
         pass
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1", "localhost"])
+def test_url_of_a_server_is_one_that_it_answers_to(host: str, serve: Callable[..., App]) -> None:
+    assert request(serve(host=host).url, "GET", "/health").status == 200
+
+
 def test_burst_of_200_connections_is_answered(lite: App) -> None:
     barrier = threading.Barrier(200)
 
@@ -3778,7 +3783,8 @@ def test_bad_usage_exits_2(words: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [[], ["serve"], ["sidecar"], ["demo"], ["deploy"]], ids=str)
 def test_help_and_version_are_everywhere(command: list[str], tmp_path: Path) -> None:
     assert run(*command, "--version", cwd=tmp_path).stdout == f"gligabao {gligabao.__version__}\n"
-    assert "usage" in run(*command, "--help", cwd=tmp_path).stdout
+    env = {"PYTHONIOENCODING": "ascii"}  # as a terminal that knows no more
+    assert "usage" in run(*command, "--help", cwd=tmp_path, env=env).stdout
 
 
 FAILED_STARTS = {
