@@ -1120,7 +1120,7 @@ class _Store:
 class _SQLite(_Store):
     """The records in one file, made when missing; a reader never waits for a writer."""
 
-    _errors = (sqlite3.Error, OverflowError)
+    _errors = (sqlite3.Error, OverflowError, UnicodeError)  # SQLite may quote what is no UTF-8
     _types: ClassVar = {
         "key": "INTEGER PRIMARY KEY AUTOINCREMENT",
         "whole": "INTEGER",
@@ -1150,9 +1150,9 @@ class _SQLite(_Store):
             writer.execute("COMMIT")
             # Opens the log's files for the reader, while there are descriptors to be had.
             self._connections[False].execute("SELECT id FROM gb_trained_models LIMIT 1").fetchone()
-        except sqlite3.Error as error:
+        except self._errors as error:
             self.close()
-            raise type(error)(f"the database {path}: {error}") from error
+            raise sqlite3.DatabaseError(f"the database {path}: {error}") from error
 
     def _switch_to_wal(self) -> None:
         """Switch to a write-ahead log; for this SQLite does not wait for others who open it."""
@@ -2120,6 +2120,8 @@ def _fetch_locked(
             _each(inner, wanted, functools.partial(_download, fetcher, model_path, alone))
         except Cancelled as cancelled:
             ctx.raise_if_cancelled()
+            if not inner.cancelled:  # the fetcher raised it of its own
+                raise
             raise _upstream(f"the files were not fetched: {cancelled}") from None
 
 
@@ -3678,9 +3680,9 @@ def _standard_streams() -> Iterator[None]:
 
     Only a result that cannot be printed is a failure.
     """
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # else what is opened next gets its number, and its bytes
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     try:
         yield
     finally:
@@ -3726,6 +3728,8 @@ def _run(argv: Sequence[str] | None, options: Json) -> int:
         return 130
     except Exception as error:  # the border to the person at the terminal: one line, whatever it is
         text = " ".join(_text_of(error).split())
+        for secret in filter(None, keys.values()):  # which an odd server may echo
+            text = text.replace(secret, "…")
         print(f"gligabao: {_UNPRINTABLE.sub('?', text)}", file=sys.stderr)
         return 1
 
@@ -3734,8 +3738,8 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> int:
     """Run the command line, `argv` or the process's, with options of `serve`, such as your deployers.
 
     A flag wins over an option. Returns the exit code: 0, 1 when a deployment or a start failed, which
-    is said in one line, 130 when interrupted; exits with 2 on bad usage. Configures logging unless the
-    program has.
+    is said in one line, 130 for an interrupted `deploy`; exits with 2 on bad usage. Configures
+    logging unless the program has.
     """
     with _standard_streams():
         return _run(argv, options)

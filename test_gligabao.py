@@ -1867,6 +1867,15 @@ def test_exception_of_a_fetcher_that_hides_its_class_is_upstream(tmp_path: Path)
         )
 
 
+def test_cancelled_that_a_fetcher_raises_of_its_own_stays_one(tmp_path: Path) -> None:
+    with pytest.raises(gligabao.Cancelled, match="mine"):
+        gligabao.fetch_model_files(
+            *(Context(), Shelf({}, gligabao.Cancelled("mine"))),
+            *(model_of({"a": b"1"}), tmp_path / "job-1"),
+        )
+    assert on_disk(tmp_path / "job-1") == {}
+
+
 def test_fetcher_that_returns_when_it_is_cancelled_ends_in_cancelled(tmp_path: Path) -> None:
     class Obedient:
         def download_model_file(self, ctx: Context, model_path: str, file: str, w: Any) -> None:
@@ -3474,6 +3483,19 @@ def test_leaving_the_block_frees_the_port_and_leaves_no_thread(tmp_path: Path) -
     assert {*threading.enumerate()} <= threads
 
 
+def test_damaged_database_whose_error_is_no_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+    with contextlib.closing(sqlite3.connect(path)) as damaged:
+        damaged.execute("CREATE TABLE wobble (a)")
+        damaged.commit()
+    content = path.read_bytes().replace(b"wobble", b"\xff" * 6)
+    path.write_bytes(content.replace(b"TABLE", b"TABLX"))
+    open_before = len(os.listdir("/dev/fd"))
+    with pytest.raises(sqlite3.DatabaseError, match="x.db: "):
+        gligabao.open_store(path)
+    assert len(os.listdir("/dev/fd")) == open_before
+
+
 def test_failed_start_leaves_nothing_open(
     models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -3727,6 +3749,24 @@ def test_exit_code_does_not_depend_on_who_reads(words: str, code: int, tmp_path:
         ["sh", "-c", line], cwd=tmp_path, env=env, capture_output=True, timeout=60
     )
     assert done.returncode == code, done.stderr
+
+
+def test_key_that_is_echoed_is_not_told_at_the_terminal(httpserver: Any, tmp_path: Path) -> None:
+    answer = {"error": "no Bearer k3y-of-mine here"}
+    httpserver.expect_request(f"{API}/models/1/deployments").respond_with_json(answer, 401)
+    words = ("deploy", 1, "ok", "--url", httpserver.url_for("/"))
+    done = run(*words, cwd=tmp_path, env={"GLIGABAO_API_KEY": "k3y-of-mine"}, code=1)
+    assert "no Bearer" in done.stderr
+    assert "k3y" not in done.stderr
+
+
+def test_closed_standard_streams_are_no_sockets(tmp_path: Path) -> None:
+    code = "import gligabao, os; held = gligabao._standard_streams(); held.__enter__(); "
+    code += "print(*map(os.readlink, map('/dev/fd/{}'.format, range(3))), file=open('seen', 'w'))"
+    line = f"exec {shlex.quote(sys.executable)} -B -c {shlex.quote(code)} <&- >&- 2>&-"
+    env = {"PYTHONPATH": str(MODULE.parent)}
+    subprocess.run(["sh", "-c", line], cwd=tmp_path, env=env, check=True, timeout=60)
+    assert tmp_path.joinpath("seen").read_text().split() == ["/dev/null"] * 3
 
 
 def test_deploy_command_that_finds_nobody_says_so_in_a_line(tmp_path: Path) -> None:
