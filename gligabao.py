@@ -967,10 +967,10 @@ def _stored(text: object, kind: type[Any]) -> Any:
 
 def _file_from(entry: object) -> TrainedModelFile:
     """Return an entry of a model's list as it is; `_check_file` says what is wrong with it."""
-    fields: Json = entry if isinstance(entry, dict) else {"path": entry}
+    fields: Json = {"path": "", "size_bytes": None}
+    fields |= entry if isinstance(entry, dict) else {"path": entry}
     digest = fields.get("sha256")
-    path, size_bytes = fields.get("path", ""), fields.get("size_bytes", -1)
-    return TrainedModelFile(path, size_bytes, "" if digest is None else digest)
+    return TrainedModelFile(fields["path"], fields["size_bytes"], "" if digest is None else digest)
 
 
 def _model_from(row: Sequence[Any]) -> TrainedModel:
@@ -1806,7 +1806,9 @@ class _SidecarDirectory:
                         listed.append(TrainedModelFile(path, size, _digest(ctx, file)))
         except OSError as error:
             _raise_if_passing(error)
-            raise _Refusal(404, f"no model at {'/'.join(parts)!r}: {_why(error)}") from None
+            text = f"no model at {'/'.join(parts)!r}: {error.filename}: {_why(error)}"
+            log.info("the sidecar has %s", text)  # its client may tell the status alone
+            raise _Refusal(404, text) from None
         listed.sort(key=lambda file: file.path)
         return _json_answer(200, {"files": [vars(file) for file in listed]})
 
@@ -2217,7 +2219,7 @@ def record_model(
     text, whole = "a string", "a whole number of 64 bits"
     job_id = field("job_id", None, str, text)
     _check_job_id(job_id)
-    loss = field("final_loss", None, (int, float, type(None)), "a number or null")
+    loss = field("final_loss", None, (int, float, type(None)), "a number of 64 bits or null")
     fields: Json = {
         "job_id": job_id,
         "name": field("name", job_id, str, text),
@@ -2783,6 +2785,7 @@ function exact(name, value, context) {
 }
 
 const plain = value => value?.rawJSON ?? String(value ?? "");
+const titleOf = ({name, job_id}) => plain(name).trim() || job_id;
 const fact = value => plain(value) || "–";
 const count = value => NUMBER.format(plain(value));
 const fileCount = number => `${count(number)} file${number === 1 ? "" : "s"}`;
@@ -2920,7 +2923,7 @@ function modelRow({id, name, job_id, base_model, model_size, files, created_at})
   id = plain(id);
   const total = files.reduce((sum, {size_bytes}) => sum + Number(plain(size_bytes)), 0);
   return [id, {
-    Name: h("a", {href: `#model=${id}`, "aria-current": id === chosen ? "true" : null}, name || job_id),
+    Name: h("a", {href: `#model=${id}`, "aria-current": id === chosen ? "true" : null}, titleOf({name, job_id})),
     ID: id,
     Job: fact(job_id),
     "Base model": fact(base_model),
@@ -2941,7 +2944,7 @@ function showModel(found) {
   clearBadOptions();
   $("model").hidden = !model;
   if (!model) return;
-  $("model-name").textContent = model.name || model.job_id;
+  $("model-name").textContent = titleOf(model);
   patch($("facts"), ...pairs([
     ["ID", plain(model.id)], ["Job", fact(model.job_id)], ["Base model", fact(model.base_model)],
     ["Model size", fact(model.model_size)], ["Dataset", fact(model.dataset)], ["Examples", count(model.num_examples)],
@@ -3034,7 +3037,7 @@ async function audit() {
 }
 
 function openDeploy() {
-  $("deploy-title").textContent = `Deploy ${model.name || model.job_id}`;
+  $("deploy-title").textContent = `Deploy ${titleOf(model)}`;
   for (const deployer of deployers) if (!choices.has(deployer.name)) choices.set(deployer.name, newChoice(deployer));
   $("choices").replaceChildren(...deployers.map(({name}) => choices.get(name)));
   $("deploy-dialog").showModal();
@@ -3088,7 +3091,7 @@ function clearBadOptions() {
 }
 
 function openDelete() {
-  $("delete-title").textContent = `Delete ${model.name || model.job_id}`;
+  $("delete-title").textContent = `Delete ${titleOf(model)}`;
   $("delete-error").textContent = "";
   $("delete-dialog").showModal();
 }
@@ -3230,9 +3233,10 @@ class _API:
         limit = request.parameter("limit")
         if limit is None:
             return 100
-        if not re.fullmatch("[0-9]{1,4000}", limit) or not int(limit):
+        digits = limit.lstrip("0")
+        if not re.fullmatch("[0-9]+", digits):
             raise _Refusal(400, f"limit must be a whole number from 1, not {limit!r:.80}")
-        return min(int(limit), 500)
+        return min(int(digits[:4]), 500)
 
     def list_models(self, request: _Handler) -> _Answer:
         """Answer with the newest models."""
