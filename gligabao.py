@@ -70,6 +70,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -294,22 +295,54 @@ def _decode_json(data: bytes) -> Any:
     return value
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= 10_000 else text[:9_999] + "…"
+def _cut(text: str, length: int = 10_000) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _told(tell: Callable[[], Any]) -> str:
+    """Return the text that foreign code tells, as a plain str; "" where it tells none, or raises."""
+    with contextlib.suppress(BaseException):  # a __str__ may do anything, even raise SystemExit
+        return str.__str__(tell())
+    return ""
 
 
 def _text_of(error: BaseException, *attributes: str) -> str:
     """Return the first of these attributes that is a text, or the exception's text, or its class.
 
-    Cut to 10,000 characters. Whatever the exception does when it is asked is suffered.
+    The text of a LookupError is the key alone, so its class stands before it. Cut to 10,000
+    characters; whatever the exception raises while it is asked is caught.
     """
-    tells: list[Callable[[], str]] = [lambda: str(error), lambda: type(error).__name__]
-    tells[:0] = [functools.partial(getattr, error, name) for name in attributes]
-    for tell in tells:
-        with contextlib.suppress(BaseException):  # foreign code: __str__ may do anything
-            if text := str.__str__(tell()):  # a plain one, not of a foreign class
-                return _cut(text)
-    return "an exception without words"
+    kind = type(error)  # isinstance would ask the exception
+
+    def text() -> str:
+        words = str(error)
+        return f"{kind.__name__}: {words}" if words and issubclass(kind, LookupError) else words
+
+    tells: list[Callable[[], Any]] = [functools.partial(getattr, error, a) for a in attributes]
+    tells += [text, lambda: kind.__name__]
+    return _cut(next(filter(None, map(_told, tells)), "an exception without words"))
+
+
+def _traceback_of(error: BaseException) -> list[str]:
+    """Return an exception's traceback, its causes and notes as lines, at most 60 of them.
+
+    Our own frames, above the first one of foreign code, are left out, and so is the middle of a long
+    one. Whatever the exception raises while it is formatted is caught: then its text is the line.
+    """
+    ours = _traceback_of.__code__.co_filename
+    try:
+        whole = traceback.TracebackException.from_exception(error)
+        link: traceback.TracebackException | None = whole
+        while link:
+            while link.stack and link.stack[0].filename == ours:
+                del link.stack[0]
+            link = link.__cause__ or link.__context__
+        lines = "".join(whole.format()).splitlines()
+    except BaseException:
+        lines = [_text_of(error)]
+    if len(lines) > 60:
+        lines[30:-29] = [f"… {len(lines) - 59} lines are left out …"]
+    return [_cut(line, 1000) for line in lines]
 
 
 # ---- context -------------------------------------------------------------------------------------
@@ -320,11 +353,14 @@ class Context:
     """Tells work that nobody waits for it any more.
 
     A deployer looks at `cancelled`, waits with `wait` instead of sleeping, and calls
-    `raise_if_cancelled` between its steps. `reason` says why. Safe for use from any thread.
+    `raise_if_cancelled` between its steps. `reason` says why. In return it says with `report` how
+    far it is; `reported` is the last report, (text, fraction), or None. Safe for use from any thread.
     """
 
     def __init__(self) -> None:
         self.reason = ""
+        self.reported: tuple[str, float | None] | None = None
+        self._outer: Context | None = None
         self.abandoned = False  # the server's: not even the answer to it is waited for any more
         self._event = threading.Event()
         self._acts: list[Callable[[], object]] = []
@@ -356,6 +392,20 @@ class Context:
         if self.cancelled:
             raise Cancelled(self.reason)
 
+    def report(self, text: str, fraction: float | None = None) -> None:
+        """Say what the work is doing, and how much of it is done, from 0 to 1; None: nobody knows.
+
+        Shown while the deployment runs, stored nowhere. Never raises, never waits: the text is cut to
+        200 characters, and a fraction that is no number from 0 to 1 counts as None.
+        """
+        known = None
+        with contextlib.suppress(Exception):  # what is no number compares as it likes
+            if fraction is not None and type(fraction) is not bool:
+                known = float(fraction) if 0 <= fraction <= 1 else None
+        self.reported = _cut(_told(lambda: str(text)), 200), known
+        if self._outer:
+            self._outer.reported = self.reported
+
     @contextlib.contextmanager
     def _on_cancel(self, act: Callable[[], object]) -> Iterator[None]:
         """Call `act`, which must not raise or wait, if it is cancelled in this block, or was."""
@@ -372,8 +422,12 @@ class Context:
 
     @contextlib.contextmanager
     def _inner(self, limit_s: float | None = None) -> Iterator[Context]:
-        """Yield a context that is cancelled with this one, after `limit_s` seconds, or alone."""
+        """Yield a context that is cancelled with this one, after `limit_s` seconds, or alone.
+
+        What is reported to it is reported to this one too.
+        """
         inner = Context()
+        inner._outer = self
         with contextlib.ExitStack() as held:
             if limit_s is not None:
                 text = f"it took longer than {limit_s} s"
@@ -1430,27 +1484,33 @@ def _raise_if_passing(error: Exception) -> None:
         raise error
 
 
-def _walk(ctx: Context, root: Path, parts: Sequence[str]) -> Iterator[tuple[str, io.FileIO]]:
-    """Yield the path and the open file of every file below a directory.
+def _walk(ctx: Context, root: Path, parts: Sequence[str]) -> list[str]:
+    """Return the paths of the files below a directory, temporary files apart, in order.
 
-    Links and devices are none, and not followed. Raises OSError where there is no such directory,
-    or one below it cannot be read; Cancelled.
+    Raises ValueError that names the first link, pipe or device that is there; OSError where there is
+    no such directory, or one below it cannot be read; Cancelled.
     """
+    paths, others = [], []
     unread: list[list[str]] = [[]]  # directories, which may nest deeper than calls do
     while unread:
         folders = unread.pop()
         with _directory(root, [*parts, *folders]) as directory:
             for name in os.listdir(directory):
                 ctx.raise_if_cancelled()
-                try:
-                    file = _open_regular(name, directory)
-                except IsADirectoryError:
+                if name.startswith(".fetch-"):
+                    continue
+                mode = os.lstat(name, dir_fd=directory).st_mode
+                path = "/".join([*folders, name])
+                if stat.S_ISDIR(mode):
                     unread.append([*folders, name])
-                except FileNotFoundError:
-                    pass
+                elif stat.S_ISREG(mode):
+                    paths.append(path)
                 else:
-                    with file:
-                        yield "/".join([*folders, name]), file
+                    kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a pipe"}
+                    others.append(f"{path!r} is {kinds.get(stat.S_IFMT(mode), 'a device')}")
+    if others:
+        raise ValueError(min(others))
+    return sorted(paths)
 
 
 def _digest(ctx: Context, file: io.FileIO) -> str:
@@ -1579,20 +1639,36 @@ def _open_url(
     `timeout` bounds each wait for bytes. The environment's proxies are used, but not for this
     machine's own addresses. Raises _Failed when there is no answer in HTTP, Cancelled.
     """
+    server = urllib.parse.urlsplit(request.full_url)
     with contextlib.ExitStack() as held:
         opener = urllib.request.OpenerDirector()
         opener.add_handler(_Dialler(ctx, held))
-        if not _is_here(urllib.parse.urlsplit(request.full_url).hostname or ""):
+        if not _is_here(server.hostname or ""):
             opener.add_handler(urllib.request.ProxyHandler())
         try:
             response = opener.open(request, timeout=timeout)
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             ctx.raise_if_cancelled()
-            raise _Failed(f"no answer: {_why(error)}", again=True) from error
+            text = f"no answer from {server.netloc}: {_why(error)}"
+            raise _Failed(text, again=True) from error
         except ValueError:  # the proxy's, whose text would tell its password
-            raise _Failed("no answer: the URL of the environment's proxy is malformed") from None
+            text = f"no answer from {server.netloc}: the environment's proxy has a malformed URL"
+            raise _Failed(text) from None
         with response:
             yield response
+
+
+def _refused(ctx: Context, response: http.client.HTTPResponse, wanted: int) -> str:
+    """Return which status was expected and which came, and the words of a {"error": "<text>"}."""
+    said = ""
+    with (
+        contextlib.suppress(OSError, http.client.HTTPException, ValueError, TypeError, KeyError),
+        socket.fromfd(response.fileno(), socket.AF_INET, socket.SOCK_STREAM) as twin,
+        ctx._inner(CONNECT_TIMEOUT_S) as inner,  # an answer without a length may never end
+        inner._on_cancel(lambda: _hang_up(twin)),
+    ):
+        said = ": " + _decode_json(response.read(64 * 1024))["error"]
+    return f"expected status {wanted}, got {response.status}{said}"
 
 
 def _check_url(url: str, what: str) -> str:
@@ -1636,7 +1712,7 @@ class SidecarClient:
             request.add_header("Range", f"bytes={start}-")
         with _open_url(ctx, request, timeout) as response:
             if 500 <= response.status < 600:
-                raise _Failed(f"expected status 200, got {response.status}", again=True)
+                raise _Failed(_refused(ctx, response, 200), again=True)
             yield response
 
     def _retry(
@@ -1658,7 +1734,7 @@ class SidecarClient:
                 failures += 1
                 # A sidecar may echo the token, which must not get into an error, nor a part of it.
                 told = str(failed).replace(self._token or "\0", "…")
-                text = f"{what}: {told:.500}"
+                text = f"{what}: {told:.1000}"
                 if not failed.again:
                     raise _upstream(text) from None
                 if failures > len(RETRY_PAUSES_S):
@@ -1691,7 +1767,7 @@ class SidecarClient:
             if start and status == 200:
                 w.restart()
             elif status != (206 if start else 200):
-                raise _Failed(f"expected status {206 if start else 200}, got {status}")
+                raise _Failed(_refused(ctx, response, 206 if start else 200))
             for name, known in (("Content", ("identity", "")), ("Transfer", ("chunked",))):
                 for coding in headers.get_all(f"{name}-Encoding", []):
                     if coding.lower() not in known:  # a blank behind it counts for http.client
@@ -1736,7 +1812,7 @@ class SidecarClient:
         query = {"model_path": model_path}
         with self._get(ctx, "/models/files", query, FETCH_TIMEOUT_S) as response:
             if response.status != 200:
-                raise _Failed(f"expected status 200, got {response.status}")
+                raise _Failed(_refused(ctx, response, 200))
             try:
                 data = response.read(16 * MAX_BODY_BYTES)  # a list of some 100,000 files
             except (OSError, http.client.HTTPException, ValueError) as error:
@@ -1747,10 +1823,11 @@ class SidecarClient:
         try:
             files = [_file_from(entry) for entry in _decode_json(data)["files"]]
             _check_files(files)
-            if not files:
-                raise ValueError("there are none")
         except (ValueError, TypeError, KeyError) as error:
-            raise _Failed(f"expected a list of files, got something else: {error!r}") from None
+            text = f"expected a list of files, got something else: {_text_of(error)}"
+            raise _Failed(text) from None
+        if not files:
+            raise _Failed("expected a list of files, got an empty one")
         return files
 
 
@@ -1793,23 +1870,35 @@ class _SidecarDirectory:
         return parts
 
     def files(self, request: _Handler) -> _Answer:
-        """Answer with the files of a model, their sizes and digests, but no link or device."""
+        """Answer with the files of a model, their sizes and digests.
+
+        A model that holds anything else, or nothing, is refused (422), not listed without it.
+        """
         parts = self._model(request)
         listed = []
         try:
             with request.watched() as ctx:
-                for path, file in _walk(ctx, self._root, parts):
-                    if "/.fetch-" not in f"/{path}":
+                for path in _walk(ctx, self._root, parts):
+                    *folders, name = path.split("/")
+                    with (
+                        _directory(self._root, [*parts, *folders]) as directory,
+                        _open_regular(name, directory) as file,
+                    ):
                         # What is no UTF-8 gets backslashes, with which no path is ever recorded.
                         path = os.fsencode(path).decode(errors="backslashreplace")
                         size = os.fstat(file.fileno()).st_size
                         listed.append(TrainedModelFile(path, size, _digest(ctx, file)))
+        except ValueError as error:
+            way_out = (
+                "serve a copy with the links resolved (cp -rL), or record the model with files"
+            )
+            raise _Refusal(422, f"{error!s:.500}, not a regular file: {way_out}") from None
         except OSError as error:
             _raise_if_passing(error)
             text = f"no model at {'/'.join(parts)!r}: {error.filename}: {_why(error)}"
-            log.info("the sidecar has %s", text)  # its client may tell the status alone
             raise _Refusal(404, text) from None
-        listed.sort(key=lambda file: file.path)
+        if not listed:
+            raise _Refusal(422, f"the model at {'/'.join(parts)!r} has no file")
         return _json_answer(200, {"files": [vars(file) for file in listed]})
 
     def file(self, request: _Handler) -> _Answer:
@@ -1938,18 +2027,21 @@ class _Incoming:
 
 
 class Progress:
-    """How far the fetch of one deployment is; read from any thread while it runs."""
+    """How far one deployment is; read from any thread while it runs. `ctx` knows the reports."""
 
-    def __init__(self) -> None:
+    def __init__(self, ctx: Context | None = None) -> None:
         self.files: Sequence[_Incoming] = ()
+        self._ctx = ctx or Context()
 
-    def figures(self) -> dict[str, int]:
-        """Return how many files and bytes are there, kept ones included, and will be."""
+    def figures(self) -> Json:
+        """Return how many files and bytes are there, kept ones included, and will be; the report."""
+        report = self._ctx.reported
         return {
             "files_done": sum(file.outcome != "" for file in self.files),
             "files_total": len(self.files),
             "bytes_done": sum(file.received for file in self.files),
             "bytes_total": sum(file.size for file in self.files),
+            "report": report and dict(zip(("text", "fraction"), report, strict=True)),
         }
 
     @property
@@ -1969,24 +2061,34 @@ def _stamp(file: os.stat_result) -> tuple[int, int, int]:
     return file.st_size, file.st_mtime_ns, file.st_ino
 
 
+def _compare(ctx: Context, file: _Incoming, name: str, directory: int) -> str:
+    """Compare what lies under `name` with the record of a file: ok, wrong size or wrong sha256.
+
+    What was found right before is not hashed again while its stamp is the same. A stamp that differs
+    decides nothing: network file systems set times and inodes late. Raises OSError, Cancelled.
+    """
+    with _open_regular(name, directory) as opened:
+        stamp = _stamp(os.fstat(opened.fileno()))
+        if stamp[0] != file.size:
+            return "wrong size"
+        if file.sha256 and stamp != file.stamp and _digest(ctx, opened) != file.sha256:
+            return "wrong sha256"
+    file.stamp = stamp
+    return "ok"
+
+
 def _look(ctx: Context, file: _Incoming) -> None:
     """Compare a file on the disk with its record, and note its state.
 
-    One that was found right before is not hashed again while its stamp is the same. Raises OSError
-    where something is in the way that is never replaced, Cancelled.
+    Raises OSError where something is in the way that is never replaced, Cancelled.
     """
     ctx.raise_if_cancelled()
-    known, file.stamp = file.stamp, None
     file.received, file.outcome, file.state = 0, "", "missing"
     try:
-        with file.directory() as directory, _open_regular(file.name, directory) as opened:
-            stamp = _stamp(os.fstat(opened.fileno()))
-            if stamp[0] != file.size:
-                file.state = "wrong size"
-            elif file.sha256 and stamp != known and _digest(ctx, opened) != file.sha256:
-                file.state = "wrong sha256"
-            else:
-                file.state, file.outcome, file.received, file.stamp = "ok", "kept", file.size, stamp
+        with file.directory() as directory:
+            file.state = _compare(ctx, file, file.name, directory)
+        if file.state == "ok":
+            file.received, file.outcome = file.size, "kept"
     except FileNotFoundError:
         pass
     except PermissionError:
@@ -2046,15 +2148,27 @@ def _locked(ctx: Context, dir: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _changed(files: Sequence[_Incoming]) -> list[_Incoming]:
-    """Return the files that are not what they were when they were found right."""
+def _changed(ctx: Context, files: Sequence[_Incoming]) -> list[_Incoming]:
+    """Return the files that are not as recorded any more; raises Cancelled.
+
+    Only those are read again that have another stamp than when they were found right.
+    """
     changed = []
+
+    def look_again(ctx: Context, file: _Incoming) -> None:
+        with contextlib.suppress(OSError), file.directory() as directory:
+            if _compare(ctx, file, file.name, directory) == "ok":
+                return
+        changed.append(file)
+
+    suspects = []
     for file in files:
         stamp = None
         with contextlib.suppress(OSError), file.directory() as directory:
             stamp = _stamp(os.stat(file.name, dir_fd=directory, follow_symlinks=False))
         if stamp != file.stamp:
-            changed.append(file)
+            suspects.append(file)
+    _each(ctx, suspects, look_again, small_bytes=SMALL_BYTES)
     return changed
 
 
@@ -2092,7 +2206,9 @@ def _download(
             ctx.raise_if_cancelled()
             file.stamp = _stamp(os.stat(temporary, dir_fd=directory, follow_symlinks=False))
             if (file.stamp[0], file.stamp[2]) != (file.size, inode):
-                raise _upstream(f"{file.path}: changed while it was fetched")
+                file.stamp = None
+                if _compare(ctx, file, temporary, directory) != "ok":
+                    raise _upstream(f"{file.path}: changed while it was fetched")
             os.replace(temporary, file.name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException as error:  # the border to a fetcher, which is foreign code
             with contextlib.suppress(OSError):
@@ -2163,8 +2279,8 @@ def fetch_model_files(
                 _fetch_locked(ctx, fetcher, model_path, dir, files)
     except OSError as error:
         if not progress.complete:
-            raise _upstream(f"{error.filename or dir}: {error.strerror or error}") from error
-    if changed := _changed(files):  # by others, or by a file system that ignores case
+            raise _upstream(f"{error.filename or dir}: {error.strerror or error}") from None
+    if changed := _changed(ctx, files):  # by others, or by a file system that ignores case
         for file in changed:
             file.outcome = ""
         raise _upstream(f"{changed[0].path}: changed while other files were fetched or read")
@@ -2331,7 +2447,14 @@ def _plain_result(result: Any) -> tuple[str, Json]:
         return ref, json.loads(_encode_json(details))
     except Exception as error:  # foreign objects may raise anything while they are encoded
         text = f"the deployer returned details that are no JSON: {_text_of(error)}"
-        raise ValueError(text) from None
+        raise ValueError(text) from error
+
+
+def _log_traceback(deploy_id: int, error: BaseException) -> None:
+    """Log where foreign code raised this, a record each line; what is ours says enough as it is."""
+    if not issubclass(type(error), Cancelled | TrainingError):
+        for line in _traceback_of(error):
+            log.warning("deployment %d | %s", deploy_id, line)
 
 
 def _call(
@@ -2340,14 +2463,25 @@ def _call(
     """Call the deployer, with a context of its own; return its ref and a copy of its details.
 
     Raises Cancelled or TrainingError("upstream") with the text of what it raises, or of what is wrong
-    with its result. Nothing that is the deployer's leaves this function.
+    with its result, which is logged. Nothing that is the deployer's leaves this function.
     """
     with ctx._inner() as own:
         try:
             return _plain_result(deployer.deploy(own, req))
         except BaseException as error:  # the border to foreign code, which may raise SystemExit
+            _log_traceback(req.deploy_id, error)
             ours = Cancelled if issubclass(type(error), Cancelled) else _upstream
             raise ours(_text_of(error)) from None
+
+
+def _warn_of_changes(ctx: Context, deploy_id: int, files: Sequence[_Incoming]) -> None:
+    """Log which files, that a deployer may only read, are not as recorded any more."""
+    try:
+        for file in _changed(ctx, files):
+            text = "deployment %d: %s changed while the deployer ran; the next one repairs it"
+            log.warning(text, deploy_id, file.path)
+    except Exception as error:  # nothing here may take the place of what the deployer returned
+        log.warning("deployment %d: its files are not looked at again: %s", deploy_id, error)
 
 
 def _fetch_and_call(
@@ -2361,15 +2495,18 @@ def _fetch_and_call(
     deploy_id = req.deploy_id
     log.info("deployment %d started: model %d, deployer %s", deploy_id, req.model.id, deployer.name)
     # 4. fetch the files
-    fetch_model_files(ctx, fetcher, req.model, req.dir, progress=progress)
+    try:
+        fetch_model_files(ctx, fetcher, req.model, req.dir, progress=progress)
+    except TrainingError as error:
+        if error.__cause__ and type(fetcher) is not SidecarClient:
+            _log_traceback(deploy_id, error.__cause__)
+        raise
     ctx.raise_if_cancelled()
     # 5. call the deployer
     try:
         return _call(deployer, ctx, req)
     finally:
-        for file in _changed(progress.files):  # which it may only read
-            text = "deployment %d: %s changed while the deployer ran; the next one repairs it"
-            log.warning(text, deploy_id, file.path)
+        _warn_of_changes(ctx, deploy_id, progress.files)
 
 
 class _Interrupted(Cancelled):
@@ -2446,7 +2583,7 @@ def _announce(
     system_event: SystemEventHook | None, status: str, event: Json, progress: Progress, ref: str
 ) -> None:
     """Log how a deployment ended; call the hook, which changes nothing, whatever it does."""
-    level, end = logging.INFO, f"ref {ref}"
+    level, end, deploy_id = logging.INFO, f"ref {ref}", event["deploy_id"]
     if "error" in event:
         level, end = logging.WARNING, event["error"]
     text = "deployment {deploy_id} %s in {duration_ms} ms: model {model_id}, deployer {deployer}"
@@ -2456,6 +2593,7 @@ def _announce(
             system_event(SystemEvent(f"training.model_deploy.{status}", event))
     except BaseException as error:  # the border to foreign code
         log.error("the system event hook raised: %s", _text_of(error))
+        _log_traceback(deploy_id, error)
 
 
 def deploy_model(
@@ -2488,7 +2626,7 @@ def deploy_model(
     # 3. record the deployment
     deploy_id = store.record_trained_model_deployment(model.id, deployer.name, request.options)
     running = {} if running is None else running
-    running[deploy_id] = progress = Progress()
+    running[deploy_id] = progress = Progress(ctx)
     req = DeployTrainedModelRequest(deploy_id, own, dir, json.loads(options))
     # 4. fetch the files, and 5. call the deployer: see _fetch_and_call
     outcome = _abandonable(ctx, lambda: _fetch_and_call(ctx, fetcher, deployer, req, progress))
@@ -2999,7 +3137,11 @@ function outcome({ref, error, options, details, dir, completed_at}) {
 function progress({id, progress, created_at}) {
   const name = `Progress of deployment ${plain(id)}`;
   if (!progress) return [h("progress", {"aria-label": name}), "since ", time(created_at)];
-  const {bytes_done, bytes_total, files_done, files_total} = progress;
+  const {bytes_done, bytes_total, files_done, files_total, report} = progress;
+  if (report) {
+    const fraction = report.fraction && plain(report.fraction);
+    return [h("progress", {"aria-label": name, value: fraction}), plain(report.text) || "the deployer is working"];
+  }
   const words = files_done === files_total
     ? `${bytes(bytes_total)} in ${fileCount(files_total)}: the deployer is working`
     : `${bytes(bytes_done)} of ${bytes(bytes_total)}, ${count(files_done)} of ${fileCount(files_total)}`;
@@ -3604,11 +3746,15 @@ def _follow(ctx: Context, url: str, headers: Mapping[str, str], deployer: str) -
             progress = next(
                 row["progress"] for row in rows if (row["status"], row["deployer"]) == key
             )
-            done, total, got, size = map(int, progress.values())
+            *figures, report = progress.values()
+            done, total, got, size = map(int, figures)
             text = f"{done} of {total} files, {got} of {size} bytes"
             if done == total > 0:
                 text = "the deployer is working"
-        print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
+            if report:
+                share = "" if report["fraction"] is None else f"{report['fraction']:.0%} "
+                text = share + (report["text"] or text)
+        print(f"\r{_UNPRINTABLE.sub('?', text)}\x1b[K", end="", file=sys.stderr, flush=True)
     print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 

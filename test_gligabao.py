@@ -56,6 +56,7 @@ from gligabao import (
     DeployTrainedModelResult,
     TrainedModel,
     TrainedModelFile,
+    TrainingError,
 )
 
 HERE = Path(__file__).parent
@@ -650,6 +651,45 @@ def test_inner_context_ends_with_the_outer_one_and_at_its_limit() -> None:
         assert inner.reason == "over"
 
 
+REPORTS = {
+    "words": (("uploading", 0.25), ("uploading", 0.25)),
+    "no fraction": (("uploading",), ("uploading", None)),
+    "whole numbers": (("done", 1), ("done", 1.0)),
+    "more than all": (("x", 1.01), ("x", None)),
+    "less than nothing": (("x", -1), ("x", None)),
+    "no number": (("x", float("nan")), ("x", None)),
+    "text": (("x", "0.5"), ("x", None)),
+    "a boolean": (("x", True), ("x", None)),
+    "a long text": (("x" * 201, 0), ("x" * 199 + "…", 0.0)),
+    "no text": ((5, None), ("5", None)),
+}
+
+
+@pytest.mark.parametrize(("given", "kept"), REPORTS.values(), ids=REPORTS)
+def test_report_is_kept_as_far_as_it_makes_sense(given: Any, kept: Any) -> None:
+    outer = Context()
+    assert outer.reported is None
+    with outer._inner() as inner:
+        inner.report("first", 0.1)
+        inner.report(*given)
+    assert inner.reported == outer.reported == kept
+
+
+def test_report_never_fails() -> None:
+    class Odd:
+        def __str__(self) -> str:
+            raise SystemExit("no text")
+
+        def __le__(self, other: object) -> bool:
+            raise ValueError("no number")
+
+        __ge__ = __le__
+
+    ctx = Context()
+    ctx.report(Odd(), Odd())  # type: ignore[arg-type]
+    assert ctx.reported == ("", None)
+
+
 # ---- wire ----------------------------------------------------------------------------------------
 
 
@@ -924,9 +964,8 @@ def test_log_escapes_control_characters(
     sidecar.add({"a": b"1"})
     app = serve(trained_model_deployers={"paints": paints})
     app.deploy(app.record({"a": b"1"}), "paints")
-    (text,) = (message for message in caplog.messages if "[2J" in message)
-    assert "\\x1b[2J\\n" in text
-    assert "\x1b" not in text
+    assert [message for message in caplog.messages if "\\x1b[2J\\n" in message]
+    assert "\x1b" not in "".join(caplog.messages)
 
 
 # ---- deployers -----------------------------------------------------------------------------------
@@ -1410,7 +1449,7 @@ def test_unreachable_sidecar_fails_by_name(serve: Callable[..., App], quick: Non
     model = app.record({"a": b"1"})
     assert (
         app.failed(model, app.deploy(model))["error"]
-        == "a: no answer: Connection refused, in 5 attempts"
+        == f"a: no answer from {url[7:]}: Connection refused, in 5 attempts"
     )
 
 
@@ -1514,7 +1553,8 @@ ECHOED = {
     "a coding": head(200, "Content-Encoding: Bearer s3cret-tok"),
     "a length": head(200, "Content-Length: Bearer s3cret-tok"),
     "a status line": b"HTTP/1.1 Bearer s3cret-tok\r\n\r\n",
-    "where a text is cut": head(200, f"Content-Length: {'x' * 455}Bearer s3cret-tok"),
+    "the words of a refusal": head(403) + b'{"error": "Bearer s3cret-tok"}',
+    "where a text is cut": head(200, f"Content-Length: {'x' * 955}Bearer s3cret-tok"),
 }
 
 
@@ -1529,6 +1569,42 @@ def test_token_that_a_sidecar_echoes_gets_into_no_error(
     error = app.failed(model, app.deploy(model))["error"]
     assert "Bearer …" in error
     assert "s3c" not in error
+
+
+REFUSALS = {
+    "a 403": (whole(b'{"error": "weights are frozen"}', 403), "got 403: weights are frozen"),
+    "a 503": (whole(b'{"error": "weights are frozen"}', 503), "got 503: weights are frozen"),
+    "chunked": (
+        says(head(403, "Transfer-Encoding: chunked") + b'10\r\n{"error": "no!"}\r\n0\r\n\r\n'),
+        "got 403: no!",
+    ),
+    "without a length": (says(head(403) + b'{"error": "no!"}'), "got 403: no!"),
+    "without an end": (
+        lambda connection, data, start: (
+            connection.sendall(head(403) + b'{"error": "no!"}'),
+            connection.recv(1),
+        ),
+        "got 403: no!",
+    ),
+    "without a body": (whole(b"", 403), "got 403"),
+    "HTML": (whole(b"<html>no</html>", 403), "got 403"),
+    "another type": (whole(b'{"error": 5}', 403), "got 403"),
+    "a list": (whole(b"[1]", 403), "got 403"),
+    "deep nesting": (whole(b"[" * 50_000, 403), "got 403"),
+    "too long": (whole(b'{"error": "%s"}' % (b"x" * 66_000), 403), "got 403"),
+}
+
+
+@pytest.mark.parametrize(("act", "text"), REFUSALS.values(), ids=REFUSALS)
+def test_sidecar_that_refuses_is_quoted(
+    lite: App, sidecar: Sidecar, quick: None, monkeypatch: pytest.MonkeyPatch, act: Any, text: str
+) -> None:
+    monkeypatch.setattr(gligabao, "CONNECT_TIMEOUT_S", 0.3)
+    sidecar.script["a"] = [act] * 5
+    model = lite.record({"a": b"1"})
+    failed = lite.failed(model, lite.deploy(model))
+    assert failed["error"].removesuffix(", in 5 attempts") == f"a: expected status 200, {text}"
+    assert failed["duration_ms"] < 15_000
 
 
 def test_token_that_a_sidecar_lists_gets_into_no_error(
@@ -1563,7 +1639,7 @@ def test_malformed_proxy_of_the_environment_is_not_repeated(
     monkeypatch.setenv("http_proxy", "http:/user:s3cret@proxy.example:1")
     app = serve(sidecar="http://sidecar.example")
     model = app.record({"a": b"1"})
-    assert app.failed(model, app.deploy(model))["error"].endswith("proxy is malformed")
+    assert app.failed(model, app.deploy(model))["error"].endswith("proxy has a malformed URL")
 
 
 def test_other_sidecar_is_reached_through_the_environments_proxy(
@@ -1611,13 +1687,14 @@ def models(tmp_path: Path) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
     (root / "secret.txt").write_text("outside every model")
-    (root / "trained/job-1/link").symlink_to(root / "secret.txt")
-    (root / "trained/job-1/linked").symlink_to(root)
+    (root / "trained/job-3/sub").mkdir(parents=True)
+    (root / "trained/job-3/link").symlink_to(root / "secret.txt")
+    (root / "trained/job-3/linked").symlink_to(root)
+    os.mkfifo(root / "trained/job-3/sub/fifo")
     (root / "trained/job-link").symlink_to(root)
     (root / "trained/.hidden").mkdir()
     (root / "trained/job-1/.fetch-1").write_text("temporary")
     (root / "trained/no-model").write_text("a file")
-    os.mkfifo(root / "trained/job-2/fifo")
     return root
 
 
@@ -1633,7 +1710,7 @@ def directory(models: Path) -> Iterator[str]:
 def test_embedded_sidecar_lists_models_and_files(directory: str) -> None:
     assert request(directory, "GET", "/health").json["status"] == "ok"
     assert request(directory, "GET", "/models").json == {
-        "models": [{"model_path": f"trained/job-{n}"} for n in (1, 2)]
+        "models": [{"model_path": f"trained/job-{n}"} for n in (1, 2, 3)]
     }
     files = request(directory, "GET", "/models/files?model_path=trained/job-1").json["files"]
     assert files == listed({"a.bin": payload(5000), "empty": b"", "sub/b c%2e.bin": b"b"})
@@ -1642,16 +1719,8 @@ def test_embedded_sidecar_lists_models_and_files(directory: str) -> None:
 @pytest.mark.parametrize(
     ("model", "file"),
     [
-        *(
-            ("trained/job-1", file)
-            for file in (
-                "../job-2/x",
-                "../../secret.txt",
-                "link",
-                "linked/secret.txt",
-                "/etc/passwd",
-            )
-        ),
+        *(("trained/job-1", file) for file in ("../job-2/x", "../../secret.txt", "/etc/passwd")),
+        *(("trained/job-3", file) for file in ("link", "linked/secret.txt", "sub/fifo")),
         *(
             ("trained/job-1", file)
             for file in (
@@ -1681,12 +1750,11 @@ def test_embedded_sidecar_lists_models_and_files(directory: str) -> None:
             (model, "secret.txt")
             for model in ("trained/job-link", "trained/../", "..", "trained/job-1/..")
         ),
-        ("trained/job-2", "fifo"),
     ],
 )
 def test_embedded_sidecar_serves_nothing_else(directory: str, model: str, file: str) -> None:
     assert request(directory, "GET", f"/models/file?model_path={model}&file={file}").status == 404
-    if model != "trained/job-1" and model != "trained/job-2":
+    if model not in ("trained/job-1", "trained/job-3"):
         assert request(directory, "GET", f"/models/files?model_path={model}").status == 404
 
 
@@ -1700,6 +1768,28 @@ def test_embedded_sidecar_serves_ranges(directory: str) -> None:
     for odd in ("bytes=-5", "bytes=1-2,4-5", "lines=1-", "bytes=5-1"):
         assert request(directory, "GET", path, headers={"Range": odd}).body == data
     assert request(directory, "HEAD", path).headers["Content-Length"] == "5000"
+
+
+def test_model_with_a_link_or_without_a_file_is_refused_not_recorded_without_it(
+    serve: Callable[..., App], models: Path
+) -> None:
+    (models / "trained/job-4/sub").mkdir(parents=True)
+    (models / "trained/job-4/.fetch-1").touch()
+    app = serve(sidecar=str(models))
+
+    def refused(job_id: str) -> str:
+        answer = app("POST", "/models", {"job_id": job_id})
+        assert answer.status == 502
+        return answer.error.partition("got 422: ")[2]
+
+    first = refused("job-3")
+    assert first.startswith("'link' is a symbolic link, not a regular file")
+    assert "cp -rL" in first
+    for name in ("link", "linked"):
+        (models / "trained/job-3" / name).unlink()
+    assert refused("job-3").startswith("'sub/fifo' is a pipe")
+    assert refused("job-4") == "the model at 'trained/job-4' has no file"
+    assert app("GET", "/models").json == {"models": []}
 
 
 def test_embedded_sidecar_lists_what_nests_deeply(directory: str, models: Path) -> None:
@@ -1837,6 +1927,7 @@ def test_fetch_brings_every_file_once_and_then_keeps_them(tmp_path: Path) -> Non
             "files_total": 3,
             "bytes_done": total,
             "bytes_total": total,
+            "report": None,
         }
     assert sorted(shelf.asked) == [("trained/job-1", path) for path in sorted(THREE)]
     assert on_disk(tmp_path / "root" / "job-1") == THREE
@@ -1968,8 +2059,31 @@ def test_file_that_others_change_during_a_fetch_is_not_handed_over(
     with pytest.raises(gligabao.TrainingError, match=f"^{name}: changed while"):
         gligabao.fetch_model_files(Context(), shelf, model, target, progress=progress)
     assert not progress.complete
+    assert not (target / "b").exists() or name == "a"
     gligabao.fetch_model_files(Context(), Shelf({"a": b"1", "b": b"1"}), model, target)
     assert on_disk(target) == {"a": b"1", "b": b"1"}
+
+
+def test_time_or_inode_that_is_set_late_is_no_change(tmp_path: Path) -> None:
+    class Late(Shelf):
+        """Touches every file, and gives those being fetched another inode, as some mounts do."""
+
+        def download_model_file(self, ctx: Context, model_path: str, file: str, w: Any) -> None:
+            super().download_model_file(ctx, model_path, file, w)
+            for path in filter(Path.is_file, target.rglob("*")):
+                if path.name.startswith(".fetch-"):
+                    data = path.read_bytes()
+                    path.unlink()
+                    path.write_bytes(data)
+                os.utime(path, (1, 1))
+
+    target = tmp_path / "job-1"
+    files = {"a": b"1", "b": b"2", "c": b"3"}
+    gligabao.fetch_model_files(Context(), Shelf(files), model_of({"a": b"1"}), target)
+    progress = gligabao.Progress()
+    gligabao.fetch_model_files(Context(), Late(files), model_of(files), target, progress=progress)
+    assert str(progress) == "1 kept, 2 fetched, 0 repaired"
+    assert on_disk(target) == files
 
 
 def test_lock_that_cannot_be_had_leaves_nothing_open(
@@ -2214,7 +2328,7 @@ def test_complete_directory_deploys_where_nothing_can_be_written(
     )
     for path in (target / "tokenizer", target, tmp_path / "root"):
         path.chmod(0o555)
-    for path in (tmp_path, *tmp_path.parents[:2]):
+    for path in (tmp_path, *tmp_path.parents[:3]):
         path.chmod(path.stat().st_mode | 0o055)
     done = subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True)
     tmp_path.joinpath("root").chmod(0o755)
@@ -2433,7 +2547,8 @@ def test_absent_options_are_none_to_the_hook_and_an_empty_object_in_the_record(
 
 def deployed(tmp_path: Path, deploy: Any, options: Any = None, **more: Any) -> dict[str, Any]:
     """Deploy from Python with one deployer; return the stored deployment, failed ones too."""
-    model = model_of({"a": b"1"})
+    model = model_of(more.pop("files", {"a": b"1"}))
+    fetcher = more.pop("fetcher", Shelf({"a": b"1"}))
     database = str(tmp_path / "x.db")
     with contextlib.closing(gligabao.open_store(database)) as store:
         if not store.list_trained_models():
@@ -2444,7 +2559,7 @@ def deployed(tmp_path: Path, deploy: Any, options: Any = None, **more: Any) -> d
                 *(
                     more.pop("ctx", None) or Context(),
                     store,
-                    Shelf({"a": b"1"}),
+                    fetcher,
                     deployers,
                     tmp_path / "root",
                     model,
@@ -2473,6 +2588,12 @@ class Ineffable(Unspeakable, metaclass=Nameless):
     pass
 
 
+class Noted(Exception):
+    @property
+    def __notes__(self) -> Any:
+        raise SystemExit("no notes")
+
+
 class OddText(str):
     __slots__ = ()
     __len__ = __format__ = __eq__ = __hash__ = None  # type: ignore[assignment]
@@ -2490,6 +2611,9 @@ RAISED = {
     "one that has no words": (Unspeakable(), "Unspeakable"),
     "one that has not even a name": (Ineffable(), "an exception without words"),
     "NUL": (RuntimeError("a\0b"), "a\ufffdb"),
+    "a key": (KeyError("bucket"), "KeyError: 'bucket'"),
+    "an index": (IndexError("list index out of range"), "IndexError: list index out of range"),
+    "a key without text": (KeyError(), "KeyError"),
 }
 
 
@@ -2501,6 +2625,142 @@ def test_whatever_a_deployer_raises_is_recorded(
         raise error
 
     assert deployed(tmp_path, deploy)["error"] == text
+
+
+def logged(caplog: pytest.LogCaptureFixture, deploy_id: int = 1) -> list[str]:
+    """Return the lines of the traceback that was logged of a deployment."""
+    mark = f"deployment {deploy_id} | "
+    lines = [record for record in caplog.records if record.getMessage().startswith(mark)]
+    assert {record.levelno for record in lines} <= {logging.WARNING}
+    return [line.getMessage().removeprefix(mark) for line in lines]
+
+
+def test_traceback_of_a_deployer_is_logged_from_its_own_first_frame(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def settings(name: str) -> None:
+        raise KeyError(name)
+
+    def upload() -> None:
+        try:
+            settings("bucket")
+        except KeyError as error:
+            error.add_note("look at the settings")
+            raise RuntimeError("no upload") from error
+
+    def deploy(ctx: Context, req: Any) -> None:
+        upload()
+
+    assert deployed(tmp_path, deploy)["error"] == "no upload"
+    lines = logged(caplog)
+    frames = [line.rpartition(" in ")[2] for line in lines if line.startswith("  File ")]
+    assert [frame.rpartition(".")[2] for frame in frames] == [
+        *("upload", "settings"),
+        *("deploy", "upload"),
+    ]
+    for part in ("KeyError: 'bucket'", "look at the settings", '    settings("bucket")'):
+        assert part in lines
+    assert lines[-1] == "RuntimeError: no upload"
+    assert "gligabao.py" not in "".join(lines).replace(Path(__file__).name, "")
+
+
+@pytest.mark.parametrize(
+    ("deploy", "last"),
+    [
+        (lambda ctx: None, "TypeError: <lambda>() takes 1 positional argument but 2 were given"),
+        (
+            lambda ctx, req: 5,
+            "TypeError: the deployer returned a result of type int,"
+            " not DeployTrainedModelResult or None",
+        ),
+        (
+            lambda ctx, req: DeployTrainedModelResult(details=Hostile(a=1)),
+            "ValueError: the deployer returned details that are no JSON: ",
+        ),
+    ],
+    ids=["a wrong signature", "a refused result", "details that raise"],
+)
+def test_what_is_wrong_with_a_deployer_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, deploy: Any, last: str
+) -> None:
+    assert deployed(tmp_path, deploy)["status"] == "failed"
+    assert last in logged(caplog)[-1]
+    assert f'File "{MODULE}"' not in "".join(logged(caplog))
+
+
+@pytest.mark.parametrize("kind", [gligabao.Cancelled, functools.partial(TrainingError, "upstream")])
+def test_what_is_ours_is_logged_without_a_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any
+) -> None:
+    def deploy(ctx: Context, req: Any) -> None:
+        raise kind("enough")
+
+    assert deployed(tmp_path, deploy)["error"] == "enough"
+    assert logged(caplog) == []
+
+
+def deep(levels: int) -> None:
+    """Raise from deep below, over two lines in turn, since Python tells a repeated one once."""
+    if not levels:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    if levels % 2:
+        deep(levels - 1)
+    deep(levels - 1)
+
+
+ODD_TRACEBACKS = {
+    "forged lines": (RuntimeError("x\nINFO deployment 9 completed\r\u2028\x1b[2J"), "[2J"),
+    "no words": (Unspeakable(), "Unspeakable: <exception str() failed>"),
+    "not even a name": (Ineffable(), "<exception str() failed>"),
+    "odd notes": (Noted("x"), "x"),
+    "a long line": (RuntimeError("x" * 5000), "x…"),
+    "many lines": (RuntimeError("\n" * 5000 + "end"), "end"),
+}
+
+
+@pytest.mark.parametrize(("error", "last"), ODD_TRACEBACKS.values(), ids=ODD_TRACEBACKS)
+def test_no_exception_forges_or_floods_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException, last: str
+) -> None:
+    def deploy(ctx: Context, req: Any) -> None:
+        raise error
+
+    assert deployed(tmp_path, deploy)["status"] == "failed"
+    lines = logged(caplog)
+    assert lines[-1].endswith(last)
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 1000
+    assert not [m for m in caplog.messages if m.startswith("INFO") or "\x1b" in m or "\n" in m]
+
+
+def test_long_traceback_is_cut_in_the_middle(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def deploy(ctx: Context, req: Any) -> None:
+        deep(200)
+
+    deployed(tmp_path, deploy)
+    lines = logged(caplog)
+    assert len(lines) == 60
+    assert lines[1].endswith("deploy")
+    assert re.fullmatch(r"… \d+ lines are left out …", lines[30])
+    assert lines[-1] == "OSError: [Errno 28] No space left on device"
+
+
+def test_traceback_of_a_fetcher_and_of_the_hook_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def hook(event: gligabao.SystemEvent) -> None:
+        assert event.fields["deployer"] == "nobody", "the hook's own"
+
+    deployed(tmp_path, ok, system_event=hook)
+    assert logged(caplog)[1].endswith(" in hook")
+    assert "AssertionError: the hook's own" in "".join(logged(caplog))
+    shelf = Shelf({}, LookupError("no such shelf"))
+    assert deployed(tmp_path, ok, fetcher=shelf, files={"b": b"2"})["status"] == "failed"
+    first, *_, last = logged(caplog, 2)
+    assert (first, last) == ("Traceback (most recent call last):", "LookupError: no such shelf")
+    assert logged(caplog, 2)[1].endswith(" in download_model_file")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -2758,6 +3018,47 @@ def test_file_changed_by_a_deployer_is_warned_of_and_repaired(
     assert on_disk(app.root / "job-1") == THREE
 
 
+def test_time_that_a_deployer_sets_is_no_change_but_a_byte_is(
+    serve: Callable[..., App], sidecar: Sidecar, caplog: pytest.LogCaptureFixture
+) -> None:
+    def touch(ctx: Context, req: gligabao.DeployTrainedModelRequest) -> None:
+        for file in req.model.files:
+            os.utime(req.dir / file.path)
+
+    def spoil(ctx: Context, req: gligabao.DeployTrainedModelRequest) -> None:
+        path = req.dir / "adapter_config.json"
+        before = path.stat()
+        path.write_bytes(b'{"r": 9}')
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + (req.options or {})["ns"]))
+
+    app = serve(trained_model_deployers={"touch": touch, "spoil": spoil, "ok": ok})
+    caplog.set_level(logging.INFO, "gligabao")
+    sidecar.add(THREE)
+    model = app.record(THREE)
+    for deployer, ns, expected in (
+        ("touch", 0, "0 kept, 3 fetched"),
+        ("touch", 0, "3 kept, 0 fetched, 0 repaired"),
+        ("spoil", 1, "3 kept"),  # another time: seen at once
+        ("spoil", 0, "2 kept, 0 fetched, 1 repaired"),  # the same size and time: seen by the next
+        ("ok", 0, "2 kept, 0 fetched, 1 repaired"),
+    ):
+        caplog.clear()
+        assert app.deploy(model, deployer, {"ns": ns}).status == 200
+        assert expected in caplog.text
+        assert ("adapter_config.json changed" in caplog.text) == (ns == 1)
+    assert on_disk(app.root / "job-1") == THREE
+
+
+def test_file_that_cannot_be_read_again_costs_no_result(tmp_path: Path) -> None:
+    def deploy(ctx: Context, req: gligabao.DeployTrainedModelRequest) -> DeployTrainedModelResult:
+        os.utime(req.dir / "a")
+        outer.cancel(gligabao.SERVER_STOPPING)
+        return DeployTrainedModelResult("made-it")
+
+    outer = Context()
+    assert deployed(tmp_path, deploy, ctx=outer)["ref"] == "made-it"
+
+
 def test_deployer_and_hook_may_call_the_api(serve: Callable[..., App], sidecar: Sidecar) -> None:
     made: list[App] = []
 
@@ -2857,6 +3158,27 @@ def test_progress_of_a_running_deployment_is_listed(app: App, sidecar: Sidecar) 
         going.set()
         until(lambda: app.progress(model).get("bytes_done") == 4_001_000)
     until(lambda: "progress" not in app.history(model)[0])
+
+
+def test_report_of_a_running_deployment_is_listed(serve: Serve, sidecar: Sidecar) -> None:
+    told, go = threading.Event(), threading.Event()
+
+    def tells(ctx: Context, req: object) -> None:
+        told.wait(20)
+        ctx.report("half\ud800 way", 0.5)
+        go.wait(20)
+
+    app = serve(trained_model_deployers={"tells": tells})
+    sidecar.add({"a": b"1"})
+    model = app.record({"a": b"1"})
+    with app.start_deploy(model, "tells") as connection:
+        assert until(lambda: app.progress(model))["report"] is None
+        told.set()
+        report = until(lambda: app.progress(model)["report"])
+        assert report == {"text": "half? way", "fraction": 0.5}
+        go.set()
+        connection.recv(1)
+    assert "progress" not in app.history(model)[0]
 
 
 def test_infinity_in_a_damaged_row_is_shown_as_null(
@@ -3149,17 +3471,16 @@ def test_model_that_could_never_be_deployed_is_400(lite: App, body: Any) -> None
 
 
 def test_model_without_files_is_listed_by_the_sidecar(
-    serve: Callable[..., App], models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    serve: Callable[..., App], models: Path, tmp_path: Path
 ) -> None:
     app = serve(sidecar=str(models))
     model = app("POST", "/models", {"job_id": "job-1"})
     assert model.status == 201
     assert [file["path"] for file in model.json["files"]] == ["a.bin", "empty", "sub/b c%2e.bin"]
     assert app.deploy(model.json["id"]).status == 200
-    missing = "no model at 'trained/nobody': nobody: No such file or directory"
-    with caplog.at_level(logging.INFO, "gligabao"):
-        assert app("POST", "/models", {"job_id": "nobody"}).status == 502
-    assert f"the sidecar has {missing}" in caplog.messages
+    missing = app("POST", "/models", {"job_id": "nobody"})
+    text = "got 404: no model at 'trained/nobody': nobody: No such file or directory"
+    assert (missing.status, text in missing.error) == (502, True)
     lonely = serve(sidecar=None, database=str(tmp_path / "lonely.db"))
     assert lonely("POST", "/models", {"job_id": "job-1"}).status == 503
 
@@ -3806,6 +4127,36 @@ def test_deploy_command_shows_progress_on_a_terminal_and_leaves_when_interrupted
     until(lambda: lite.history(model)[0]["error"] == "the client disconnected")
 
 
+def test_deploy_command_shows_what_a_deployer_reports(serve: Serve, sidecar: Sidecar) -> None:
+    import pty
+
+    steps, step = ["uploading \x1b[2J", "registering"], threading.Semaphore(0)
+
+    def tells(ctx: Context, req: object) -> None:
+        for text, fraction in zip(steps, (0.31, None), strict=True):
+            ctx.report(text, fraction)
+            step.acquire(timeout=20)
+
+    app = serve(trained_model_deployers={"tells": tells})
+    sidecar.add({"a": b"1"})
+    model = app.record({"a": b"1"})
+    screen, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, str(MODULE), "deploy", str(model), "tells", "--url", app.url],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=terminal,
+    )
+    os.close(terminal)
+    with os.fdopen(screen, "rb", 0) as shown:
+        text = b""
+        for expected in (b"\r31% uploading ?[2J\x1b[K", b"\rregistering\x1b[K"):
+            while expected not in text:
+                text += shown.read(1000)
+            step.release()
+        assert process.wait(20) == 0
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -4343,6 +4694,29 @@ def test_page_follows_the_bytes_then_the_deployer(
         assert page.run(position, page.find("progressbar")) == 1
         held.release.set()
         page.see("completed", "released")
+
+
+def test_page_shows_ten_reports_of_a_deployer(
+    page: Browser, serve: Serve, sidecar: Sidecar
+) -> None:
+    step = threading.Semaphore(0)
+
+    def tells(ctx: Context, req: object) -> None:
+        for number in range(10):
+            ctx.report(f"shard {number} <b>of</b> 10", None if number == 5 else number / 10)
+            step.acquire(timeout=20)
+
+    app = serve(trained_model_deployers={"tells": tells})
+    model = show(page, app, sidecar)
+    with app.start_deploy(model, "tells"):
+        until(lambda: app.newest(model).get("status") == "running")
+        page.reload()
+        for number in range(10):
+            page.see("running", f"shard {number} <b>of</b> 10")
+            position = page.run("return arguments[0].position", page.find("progressbar"))
+            assert position == (-1 if number == 5 else number / 10)
+            step.release()
+        page.see("completed")
 
 
 def test_page_says_since_when_without_progress(page: Browser, lite: App, tmp_path: Path) -> None:
@@ -5279,6 +5653,18 @@ def test_readmes_script_deploys_with_its_own_deployer_and_its_test_passes(tmp_pa
         server.wait(12)
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
     assert subprocess.run(words, cwd=tmp_path, capture_output=True, timeout=60).returncode == 0
+
+
+def test_readmes_example_of_a_report_says_how_far_it_is(tmp_path: Path) -> None:
+    ctx, seen = Context(), []
+    bucket = recipe(
+        "ctx.report", "bucket", upload=lambda *_: seen.append(ctx.reported), gligabao=gligabao
+    )
+    req = deploy_request(tmp_path)
+    assert bucket(ctx, req).ref == "models/deploy-7"
+    assert [text for text, _ in seen] == [f"uploading {file.path}" for file in req.model.files]
+    assert [fraction for _, fraction in seen] == [0, 8 / 3508, 3008 / 3508]
+    assert ctx.reported == ("registering", None)
 
 
 def test_recipe_of_a_release_folder_switches_its_link_and_cleans_up(tmp_path: Path) -> None:
