@@ -114,7 +114,7 @@ IDLE_TIMEOUT_S = 30  # for a request to be whole, for the next one, for an answe
 STOP_GRACE_S = 10  # what a stopping server leaves its running deployments
 RETRY_PAUSES_S = (0.2, 0.4, 0.8, 1.6)  # between attempts that get no further: five in all
 BUSY_TIMEOUT_S = 10  # waiting for a database that somebody else has locked
-FINISH_TIMEOUT_S = 30  # trying to record how a deployment ended
+FINISH_TIMEOUT_S = 30  # trying to record how a deployment ended; any answer of PostgreSQL
 LOOK_INTERVAL_S = 0.2  # how often a server looks for clients that left, and deadlines
 BLOCK_BYTES = 256 * 1024  # one read of a file or the network: small enough for a core's cache
 SMALL_BYTES = 1024 * 1024  # files of less in all are not worth threads of their own
@@ -548,8 +548,10 @@ def _has_left(connection: socket.socket) -> bool:
         if not poller.poll(0):
             return False
         return _LEAVING != select.POLLIN or not connection.recv(1, socket.MSG_PEEK)
-    except (OSError, ValueError):
+    except (ConnectionError, ValueError):  # it was reset, or is closed here
         return True
+    except OSError:  # nobody knows; the next look tells
+        return False
 
 
 def _health(request: _Handler) -> _Answer:
@@ -799,7 +801,7 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
     def __init__(self, host: str, port: int, routes: Routes, key: str | None, guarded: str) -> None:
         self.routes = [(re.compile(pattern), methods) for pattern, methods in routes]
         self.key, self.guarded = key, guarded
-        self.stopping = False
+        self.closing = self.stopping = False  # no connection, and then no request is taken any more
         self._deadlines: dict[socket.socket, float] = {}
         self._watched: dict[socket.socket, Context] = {}
         # Guards the two dicts and stopping; held for a few instructions.
@@ -818,7 +820,20 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
         bound = str(address[0])
         shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
         self.url = f"http://{f'[{shown}]' if ':' in shown else shown}:{self.server_port}"
-        threading.Thread(target=self.serve_forever, args=(LOOK_INTERVAL_S,), daemon=True).start()
+        try:
+            threading.Thread(target=self._serve, daemon=True).start()
+        except RuntimeError:  # no thread can be had
+            self.server_close()
+            raise
+
+    def _serve(self) -> None:
+        """Accept connections until the stop, whatever fails in between, or nobody would be answered."""
+        while not self.closing:
+            try:
+                self.serve_forever(LOOK_INTERVAL_S)
+            except BaseException as error:
+                log.error("accepting connections failed, and goes on: %r", error)
+                time.sleep(LOOK_INTERVAL_S)
 
     def server_bind(self) -> None:
         """Bind without the reverse look-up of the base class, which may take seconds."""
@@ -877,9 +892,7 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
             return
         self._looked = now
         with self._guard:
-            late = [
-                connection for connection, deadline in self._deadlines.items() if now > deadline
-            ]
+            late = [waits for waits, deadline in self._deadlines.items() if now > deadline]
             watched = list(self._watched.items())
         for connection in late:
             _hang_up(connection)
@@ -889,6 +902,7 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
 
     def stop(self) -> None:
         """Take no new request, let the running ones end within STOP_GRACE_S, then give them up."""
+        self.closing = True
         self.shutdown()
         _hang_up(self.socket)  # also where a process that a deployer forked has it open
         self.server_close()
@@ -907,9 +921,8 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
             for connection in self._deadlines.keys() - given_up:
                 _hang_up(connection)  # its client does not read the answer
             # What was given up is now recorded, which takes long where the database is in trouble.
-            self._guard.wait_for(
-                lambda: given_up.isdisjoint(self._deadlines), 2 * STOP_GRACE_S + BUSY_TIMEOUT_S
-            )
+            limit_s = 2 * STOP_GRACE_S + BUSY_TIMEOUT_S
+            self._guard.wait_for(lambda: given_up.isdisjoint(self._deadlines), limit_s)
 
 
 # ---- deployers -----------------------------------------------------------------------------------
@@ -958,13 +971,10 @@ def resolve_deployers(registry: Registry | None) -> list[TrainedModelDeployer]:
     for deployer in deployers:
         if not isinstance(deployer, TrainedModelDeployer):
             raise invalid(f"expected a TrainedModelDeployer, got {type(deployer).__name__}")
-        if not isinstance(deployer.name, str) or not re.fullmatch(
-            "[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", deployer.name
-        ):
-            raise invalid(
-                f"the name {deployer.name!r:.80} is not 1 to 64 letters, digits, '_', '-' and '.',"
-                " starting with a letter or digit"
-            )
+        form = "[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+        if not isinstance(deployer.name, str) or not re.fullmatch(form, deployer.name):
+            rule = "1 to 64 letters, digits, '_', '-' and '.', starting with a letter or digit"
+            raise invalid(f"the name {deployer.name!r:.80} is not {rule}")
         if deployer.name in names:
             raise invalid(f"two have the name {deployer.name}")
         if not callable(deployer.deploy):
@@ -1187,15 +1197,10 @@ class _SQLite(_Store):
         # fight for the interpreter's lock, and writers starve each other in its busy waiting.
         self._locks = {True: threading.Lock(), False: threading.Lock()}
         self._connections: dict[bool, sqlite3.Connection] = {}
+        self._path, self._usable = path, False
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            for write in (True, False):
-                connection = sqlite3.connect(
-                    path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-                )
-                self._connections[write] = connection
-                connection.execute("PRAGMA synchronous = FULL")
-                connection.execute("PRAGMA foreign_keys = ON")
+            self._open()
             self._switch_to_wal()
             writer = self._connections[True]
             writer.execute("BEGIN IMMEDIATE")
@@ -1206,7 +1211,29 @@ class _SQLite(_Store):
             self._connections[False].execute("SELECT id FROM gb_trained_models LIMIT 1").fetchone()
         except self._errors as error:
             self.close()
-            raise sqlite3.DatabaseError(f"the database {path}: {error}") from error
+            why, name = str(error), getattr(error, "sqlite_errorname", "")
+            if re.match("SQLITE_(IOERR_SHM|IOERR.*LOCK|PROTOCOL)", name):
+                why = "its file system lacks what SQLite's log needs, shared memory and locks, as most"
+                why += " network file systems do: use a file on a local disk, or PostgreSQL"
+            raise sqlite3.DatabaseError(f"the database {path}: {why}") from error
+
+    def _open(self) -> None:
+        """Open both connections anew: what is wrong with one is in the locks that they share."""
+        with self._locks[True], self._locks[False]:
+            if self._usable:  # another thread was first
+                return
+            for connection in self._connections.values():
+                connection.close()
+            for write in (True, False):
+                connection = self._connections[write] = sqlite3.connect(
+                    self._path,
+                    timeout=BUSY_TIMEOUT_S,
+                    isolation_level=None,
+                    check_same_thread=False,
+                )
+                connection.execute("PRAGMA synchronous = FULL")
+                connection.execute("PRAGMA foreign_keys = ON")
+            self._usable = True
 
     def _switch_to_wal(self) -> None:
         """Switch to a write-ahead log; for this SQLite does not wait for others who open it."""
@@ -1222,16 +1249,21 @@ class _SQLite(_Store):
 
     def _execute(self, sql: str, values: Sequence[object]) -> list[Any]:
         write = not sql.startswith("SELECT")
-        lock, connection = self._locks[write], self._connections[write]
+        lock = self._locks[write]
+        if not self._usable:
+            self._open()
         if not lock.acquire(timeout=BUSY_TIMEOUT_S):
             raise sqlite3.OperationalError(f"it was locked for {BUSY_TIMEOUT_S} s")
         try:
+            connection = self._connections[write]
             return connection.execute(sql, values).fetchall()
         except OverflowError:  # beyond 64 bits: no row has such a number
             if write:
                 raise
             return []
         except sqlite3.OperationalError as error:
+            if re.match("SQLITE_(IOERR|PROTOCOL)", getattr(error, "sqlite_errorname", "")):
+                self._usable = False  # nor does it become so again by itself
             if "decode" not in str(error):
                 raise
             # Others wrote what is no UTF-8: from now on this connection reads it, more slowly.
@@ -1242,9 +1274,10 @@ class _SQLite(_Store):
 
     def close(self) -> None:
         """Close both connections."""
-        for write, connection in self._connections.items():
-            with self._locks[write]:  # to close it under a running statement is a crash
+        with self._locks[True], self._locks[False]:  # under a running statement it is a crash
+            for connection in self._connections.values():
                 connection.close()
+            self._usable = True  # what comes late finds them closed
 
 
 class _PostgreSQL(_Store):
@@ -1278,19 +1311,35 @@ class _PostgreSQL(_Store):
                 text = str(super().load(data))
                 return text[:-3].replace(" ", "T") + "Z" if text.endswith("+00") else text
 
+        class Bounded(psycopg.Connection[Any]):
+            """A connection that waits for no answer without end, as libpq does, sent or unsent."""
+
+            def wait(self, gen: Any, *args: Any, **options: Any) -> Any:
+                end = time.monotonic() + FINISH_TIMEOUT_S
+
+                def bounded() -> Any:
+                    try:
+                        ready = yield next(gen)
+                        while time.monotonic() < end:
+                            ready = yield gen.send(ready)
+                    except StopIteration as done:
+                        return done.value
+                    self.close()
+                    raise TimeoutError(f"it did not answer for {FINISH_TIMEOUT_S} s")
+
+                return super().wait(bounded(), *args, **options)
+
         # Tables that others made may have JSON as such: it is read as the text it is to us.
         plain = psycopg.types.string.TextLoader
         self._loaders = {"timestamptz": Time, "json": plain, "jsonb": plain}
-        self._errors = (psycopg.Error, TimeoutError)
+        self._errors = (psycopg.Error, OSError)
         # No prepared statements: they do not survive a pooler between us and the database.
-        self._connect = functools.partial(
-            psycopg.connect,
-            url,
-            autocommit=True,
-            prepare_threshold=None,
-            connect_timeout=4,
-            client_encoding="UTF8",
-        )
+        settings: Json = {
+            "prepare_threshold": None,
+            "connect_timeout": 4,
+            "client_encoding": "UTF8",
+        }
+        self._connect = functools.partial(Bounded.connect, url, autocommit=True, **settings)
         self._idle: queue.LifoQueue[psycopg.Connection[Any] | None] = queue.LifoQueue()
         for _ in range(8):
             self._idle.put(None)
@@ -1323,11 +1372,13 @@ class _PostgreSQL(_Store):
                     connection.close()
                     connection = None
             if connection is None:
-                fresh = self._connect()
-                fresh.execute("SET timezone = 'UTC'; SET datestyle = 'ISO'")
-                for name, loader in self._loaders.items():
-                    fresh.adapters.register_loader(name, loader)
-                connection = fresh
+                with contextlib.ExitStack() as held:
+                    fresh = held.enter_context(contextlib.closing(self._connect()))
+                    fresh.execute("SET timezone = 'UTC'; SET datestyle = 'ISO'")
+                    for name, loader in self._loaders.items():
+                        fresh.adapters.register_loader(name, loader)
+                    held.pop_all()
+                    connection = fresh
             yield connection
         finally:
             self._idle.put(None if connection is None or connection.closed else connection)
@@ -1399,10 +1450,7 @@ def _check_path(path: object) -> str:
         (re.search("[\x00-\x1f\x7f-\x9f]", path), "holds a control character"),
         ({"", "."} & {*parts}, "is absolute, or has an empty part or a '.'"),
         ("/.fetch-" in f"/{path}", "is that of a temporary file"),
-        (
-            max(sizes) > 255 or sum(sizes) + len(sizes) - 1 > 2048,
-            "is longer than file systems take",
-        ),
+        (max(sizes) > 255 or sum(sizes) + len(sizes) > 2049, "is longer than file systems take"),
     ):
         if bad:
             raise ValueError(f"the path {path!r} {why}")
@@ -1454,27 +1502,31 @@ def _directory(root: Path, parts: Sequence[str], *, create: bool = False) -> Ite
                     raise
                 text = "a link or a file is in the place of a directory"
                 raise NotADirectoryError(errno.ENOTDIR, text, part) from None
-            os.close(descriptor)
-            descriptor = inner
+            descriptor, outer = inner, descriptor
+            os.close(outer)
         yield descriptor
     finally:
         os.close(descriptor)
 
 
+def _open_in(directory: int, name: str, mode: str) -> io.FileIO:
+    """Open a file of a directory; it owns its descriptor from the first moment. Raises OSError."""
+    opened = functools.partial(os.open, mode=0o666, dir_fd=directory)
+    return io.FileIO(name, mode, opener=lambda name, flags: opened(name, flags | _IN_PLACE))
+
+
 def _open_regular(name: str, directory: int) -> io.FileIO:
     """Open a file for reading; a link or a device counts as none. Raises OSError."""
-    try:
-        descriptor = os.open(name, os.O_RDONLY | _IN_PLACE, dir_fd=directory)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
-            raise FileNotFoundError(errno.ENOENT, "not a regular file", name) from None
-        raise
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return io.FileIO(descriptor)
-    os.close(descriptor)
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, "a directory is in the place of a file", name)
+    with contextlib.ExitStack() as held:
+        try:
+            file = held.enter_context(_open_in(directory, name, "r"))
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+                raise
+        else:
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                held.pop_all()
+                return file
     raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
 
 
@@ -1697,9 +1749,7 @@ class SidecarClient:
     def __init__(self, url: str, token: str | None = None) -> None:
         self._base = _check_url(url, "the sidecar's URL")
         self._token = _secret(token, "the sidecar's token")
-        self._headers = {"Accept-Encoding": "identity"}
-        if self._token:
-            self._headers["Authorization"] = f"Bearer {self._token}"
+        self._headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
 
     @contextlib.contextmanager
     def _get(
@@ -1801,9 +1851,8 @@ class SidecarClient:
         """
         with ctx._inner(FETCH_TIMEOUT_S) as inner:
             try:
-                return self._retry(
-                    inner, model_path, lambda: 0, lambda: self._list(inner, model_path)
-                )
+                listed = functools.partial(self._list, inner, model_path)
+                return self._retry(inner, model_path, lambda: 0, listed)
             except Cancelled as cancelled:
                 ctx.raise_if_cancelled()
                 raise _upstream(f"{model_path}: no list of files: {cancelled}") from None
@@ -1889,9 +1938,7 @@ class _SidecarDirectory:
                         size = os.fstat(file.fileno()).st_size
                         listed.append(TrainedModelFile(path, size, _digest(ctx, file)))
         except ValueError as error:
-            way_out = (
-                "serve a copy with the links resolved (cp -rL), or record the model with files"
-            )
+            way_out = "serve a copy with links resolved (cp -rL), or record the model with files"
             raise _Refusal(422, f"{error!s:.500}, not a regular file: {way_out}") from None
         except OSError as error:
             _raise_if_passing(error)
@@ -1911,16 +1958,18 @@ class _SidecarDirectory:
         except (OSError, ValueError) as error:
             _raise_if_passing(error)
             raise _Refusal(404, f"no file {path!r:.200} in that model") from None
-        size = os.fstat(file.fileno()).st_size
         headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
         start = re.fullmatch("bytes=([0-9]{1,4000})-", request.headers.get("Range", ""))
-        if not start:
-            return _Answer(200, b"", headers, (file, 0, size))
-        if (offset := int(start[1])) >= size:
-            file.close()
-            raise _Refusal(416, f"{path} has {size} bytes", {"Content-Range": f"bytes */{size}"})
-        headers["Content-Range"] = f"bytes {offset}-{size - 1}/{size}"
-        return _Answer(206, b"", headers, (file, offset, size - offset))
+        with contextlib.ExitStack() as held:
+            held.enter_context(file)
+            size, offset = os.fstat(file.fileno()).st_size, int(start[1]) if start else 0
+            if start and offset >= size:
+                beyond = {"Content-Range": f"bytes */{size}"}
+                raise _Refusal(416, f"{path} has {size} bytes", beyond)
+            held.pop_all()
+        if start:
+            headers["Content-Range"] = f"bytes {offset}-{size - 1}/{size}"
+        return _Answer(206 if start else 200, b"", headers, (file, offset, size - offset))
 
 
 # ---- fetch ---------------------------------------------------------------------------------------
@@ -2008,18 +2057,17 @@ class _Incoming:
             self._hash, self.received = fresh, 0
 
     @contextlib.contextmanager
-    def download(self, descriptor: int, *, alone: bool) -> Iterator[None]:
+    def download(self, file: io.FileIO, *, alone: bool) -> Iterator[None]:
         """Take the bytes in this block; raises TrainingError for others than are recorded."""
-        with io.FileIO(descriptor, "r+") as file:
-            self._file, self.received = file, 0
-            self._new_hash = _HashBehind if alone else hashlib.sha256
-            self._hash = self._new_hash()
-            try:
-                yield
-            finally:
-                with self._guard:
-                    self._file = None
-                    digest = self._hash.hexdigest()
+        self._new_hash = _HashBehind if alone else hashlib.sha256
+        self._hash = self._new_hash()
+        self._file, self.received = file, 0
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._file = None
+                digest = self._hash.hexdigest()
         if self.received != self.size:
             raise _upstream(f"{self.path}: expected {self.size} bytes, got {self.received}")
         if self.sha256 and digest != self.sha256:
@@ -2052,9 +2100,7 @@ class Progress:
     def __str__(self) -> str:
         """Say how many files were right, missing and wrong: 3 kept, 0 fetched, 1 repaired."""
         counts = collections.Counter(file.outcome for file in self.files)
-        return ", ".join(
-            f"{counts[outcome]} {outcome}" for outcome in ("kept", "fetched", "repaired")
-        )
+        return ", ".join(f"{counts[word]} {word}" for word in ("kept", "fetched", "repaired"))
 
 
 def _stamp(file: os.stat_result) -> tuple[int, int, int]:
@@ -2178,17 +2224,18 @@ def _bytes_free(dir: Path) -> int:
     return shutil.disk_usage(place).free
 
 
-def _leftovers(files: Sequence[_Incoming], *, remove: bool) -> bool:
+def _leftovers(dir: Path, files: Sequence[_Incoming], *, remove: bool) -> bool:
     """Say whether temporary files lie in a model's directories; to `remove` them needs the lock."""
     found = False
-    for file in {tuple(file.folders): file for file in files}.values():
-        with contextlib.suppress(OSError), file.directory() as directory:
-            for name in os.listdir(directory):
-                regular = stat.S_ISREG(os.lstat(name, dir_fd=directory).st_mode)
+    places = {(*file.folders[:n],) for file in files for n in range(len(file.folders) + 1)}
+    for folders in places:
+        with contextlib.suppress(OSError), _directory(dir.parent, [dir.name, *folders]) as place:
+            for name in os.listdir(place):
+                regular = stat.S_ISREG(os.lstat(name, dir_fd=place).st_mode)
                 if name.startswith(".fetch-") and regular:
                     found = True
                     if remove:
-                        os.unlink(name, dir_fd=directory)
+                        os.unlink(name, dir_fd=place)
     return found
 
 
@@ -2196,13 +2243,13 @@ def _download(
     fetcher: ModelFileFetcher, model_path: str, alone: bool, ctx: Context, file: _Incoming
 ) -> None:
     """Fetch one file under a temporary name; it gets its own once it is complete and verified."""
-    temporary, flags = f".fetch-{os.urandom(8).hex()}", os.O_RDWR | os.O_CREAT | os.O_EXCL
+    temporary = f".fetch-{os.urandom(8).hex()}"
     with file.directory(create=True) as directory:
         try:
-            descriptor = os.open(temporary, flags | _IN_PLACE, 0o666, dir_fd=directory)
-            inode = os.fstat(descriptor).st_ino
-            with file.download(descriptor, alone=alone):
-                fetcher.download_model_file(ctx, model_path, file.path, file)
+            with _open_in(directory, temporary, "x+") as opened:
+                inode = os.fstat(opened.fileno()).st_ino
+                with file.download(opened, alone=alone):
+                    fetcher.download_model_file(ctx, model_path, file.path, file)
             ctx.raise_if_cancelled()
             file.stamp = _stamp(os.stat(temporary, dir_fd=directory, follow_symlinks=False))
             if (file.stamp[0], file.stamp[2]) != (file.size, inode):
@@ -2226,7 +2273,7 @@ def _fetch_locked(
     ctx: Context, fetcher: ModelFileFetcher, model_path: str, dir: Path, files: Sequence[_Incoming]
 ) -> None:
     """Look again, now that nobody else fetches into `dir`, and fetch what is missing or wrong."""
-    _leftovers(files, remove=True)
+    _leftovers(dir, files, remove=True)
     with ctx._inner(FETCH_TIMEOUT_S) as inner:
         try:
             _each(inner, files, _look, small_bytes=SMALL_BYTES)
@@ -2273,7 +2320,7 @@ def fetch_model_files(
         # Reading needs no lock, as real names never hold half a file: what is complete deploys
         # where nothing can be written, and deployments of a model that is there wait for nobody.
         _each(ctx, files, _look, small_bytes=SMALL_BYTES)
-        if not progress.complete or _leftovers(files, remove=False):
+        if not progress.complete or _leftovers(dir, files, remove=False):
             dir.parent.mkdir(parents=True, exist_ok=True)
             with _locked(ctx, dir):
                 _fetch_locked(ctx, fetcher, model_path, dir, files)
@@ -3338,14 +3385,11 @@ class _API:
             " form-action 'none'; frame-ancestors 'none'; img-src data:;"
             f" {_csp_hash('style')}; {_csp_hash('script')}",
         }
-        page = (
-            PAGE.replace("{training}", "on" if training else "off", 1)
-            .replace("{version}", __version__, 1)
-            .encode()
-        )
+        page = PAGE.replace("{training}", "on" if training else "off", 1)
+        body = page.replace("{version}", __version__, 1).encode()
         public: Routes = (
-            ("/", {"GET": lambda request: _Answer(302, b"", {"Location": "/admin"})}),
-            ("/admin", {"GET": lambda request: _Answer(200, page, headers)}),
+            ("/", {"GET": lambda request: _Answer(302, b"", {"Location": "admin"})}),
+            ("/admin", {"GET": lambda request: _Answer(200, body, headers)}),
             ("/health", {"GET": _health}),
         )
         base, model = "/v1/gb/training", "/v1/gb/training/models/([^/]+)"
@@ -3433,9 +3477,8 @@ class _API:
         model = self._model(id)  # 1. look up the trained model
         body = request.read_json()
         if not isinstance(body, dict):
-            raise _Refusal(
-                400, 'the body must be a JSON object like {"deployer": "<name>", "options": {…}}'
-            )
+            text = 'the body must be a JSON object like {"deployer": "<name>", "options": {…}}'
+            raise _Refusal(400, text)
         with request.watched() as ctx:
             deployment = deploy_model(
                 *(ctx, self.store, self.sidecar, self.deployers, self.root, model),
@@ -3447,10 +3490,7 @@ class _API:
 
     def list_deployers(self, request: _Handler) -> _Answer:
         """Answer with the registered deployers."""
-        listed = [
-            {"name": deployer.name, "description": deployer.description}
-            for deployer in self.deployers
-        ]
+        listed = [{"name": one.name, "description": one.description} for one in self.deployers]
         return _json_answer(200, {"deployers": listed})
 
 
@@ -3625,9 +3665,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, help: str, epilog: str = "") -> Callable[..., object]:
-        made = commands.add_parser(
-            name, parents=[common], help=help, description=help, epilog=epilog
-        )
+        words: Json = {"help": help, "description": help, "epilog": epilog}
+        made = commands.add_parser(name, parents=[common], **words)
         # A flag that is absent leaves no value, so that an option given in code holds.
         return functools.partial(made.add_argument, default=argparse.SUPPRESS)
 
@@ -3684,33 +3723,20 @@ def _make_adapter(directory: Path) -> list[Json]:
     for side, shape in (("A", [rank, width]), ("B", [width, rank])):
         for target in ("query", "value"):
             name = f"base_model.model.encoder.layer.0.attention.self.{target}.lora_{side}.weight"
-            tensors[name] = {
-                "dtype": "F32",
-                "shape": shape,
-                "data_offsets": [size, size + 4 * rank * width],
-            }
-            size += 4 * rank * width
+            end = size + 4 * rank * width
+            tensors[name] = {"dtype": "F32", "shape": shape, "data_offsets": [size, end]}
+            size = end
     header = json.dumps(tensors).encode()
     header += b" " * (-len(header) % 8)
-    config = {
-        "peft_type": "LORA",
-        "base_model_name_or_path": "sentence-transformers/all-MiniLM-L6-v2",
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "target_modules": ["query", "value"],
-    }
-    words = {
-        "type": "WordLevel",
-        "vocab": {"[UNK]": 0, "hello": 1, "world": 2},
-        "unk_token": "[UNK]",
-    }
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    config["base_model_name_or_path"] = "sentence-transformers/all-MiniLM-L6-v2"
+    config["target_modules"] = ["query", "value"]
+    words = {"type": "WordLevel", "vocab": {"[UNK]": 0, "hello": 1}, "unk_token": "[UNK]"}
     contents = {
         "adapter_model.safetensors": len(header).to_bytes(8, "little") + header + bytes(size),
         "adapter_config.json": json.dumps(config, indent=2).encode(),
         "tokenizer.json": json.dumps({"version": "1.0", "model": words}, indent=2).encode(),
-        "tokenizer_config.json": json.dumps(
-            {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"}
-        ).encode(),
+        "tokenizer_config.json": b'{"tokenizer_class": "PreTrainedTokenizerFast"}',
     }
     directory.mkdir(parents=True)
     for path, content in contents.items():
@@ -3743,9 +3769,8 @@ def _follow(ctx: Context, url: str, headers: Mapping[str, str], deployer: str) -
             with _open_url(ctx, request, CONNECT_TIMEOUT_S) as response:
                 rows = json.loads(response.read())["deployments"]
             key = "running", deployer
-            progress = next(
-                row["progress"] for row in rows if (row["status"], row["deployer"]) == key
-            )
+            found = (row for row in rows if (row["status"], row["deployer"]) == key)
+            progress = next(found)["progress"]
             *figures, report = progress.values()
             done, total, got, size = map(int, figures)
             text = f"{done} of {total} files, {got} of {size} bytes"
@@ -3767,9 +3792,8 @@ def _run_deploy(options: Json) -> int:
     body = f'{{"deployer": {_encode_json(deployer)}, "options": {options.get("options", "null")}}}'
     request = urllib.request.Request(url, body.encode(errors="surrogateescape"), headers)
     following = Context()
-    follower = threading.Thread(
-        target=_follow, args=(following, url, headers, deployer), daemon=True
-    )
+    shown = functools.partial(_follow, following, url, headers, deployer)
+    follower = threading.Thread(target=shown, daemon=True)
     if sys.stderr.isatty():
         follower.start()
     try:

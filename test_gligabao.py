@@ -28,6 +28,8 @@ import py_compile
 import random
 import re
 import resource
+import select
+import selectors
 import shlex
 import shutil
 import signal
@@ -955,6 +957,38 @@ def test_burst_of_200_connections_is_answered(lite: App) -> None:
         assert {*pool.map(ask, range(200))} == {200}
 
 
+def test_server_whose_poll_fails_goes_on_accepting(
+    lite: App, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> Any:
+        monkeypatch.undo()
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(selectors._PollLikeSelector, "select", fails)  # type: ignore[attr-defined]
+    until(lambda: "accepting connections failed" in caplog.text)
+    assert request(lite.url, "GET", "/health").status == 200
+
+
+def test_client_is_not_taken_for_gone_because_a_look_at_it_fails(
+    lite: App, sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing:
+        looks = 0
+
+        def register(self, *_: object) -> None:
+            Failing.looks += 1
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    sidecar.add({"a": b"1"})
+    model = lite.record({"a": b"1"})
+    with lite.start_deploy(model, "patient"):
+        until(lambda: lite.progress(model).get("files_done"))
+        monkeypatch.setattr(select, "poll", Failing)
+        until(lambda: Failing.looks > 2)
+        monkeypatch.undo()
+        assert lite.newest(model)["status"] == "running"
+
+
 def test_log_escapes_control_characters(
     serve: Callable[..., App], sidecar: Sidecar, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1204,6 +1238,48 @@ print([model.job_id for model in store.list_trained_models()])
     words = [sys.executable, "-Bc", code, str(tmp_path / "x.db")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=30)
     assert done.stdout == "['job-1']\n", done.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's /proc")
+def test_sqlite_is_opened_anew_after_an_error_it_does_not_recover_from(
+    lite: App, sidecar: Sidecar
+) -> None:
+    first = lite.record({"a": b"1"})
+    with open(os.devnull) as nowhere:  # in the place of its log, which others would be able to read
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{number}") == f"{lite.root.parent}/gligabao.db-wal":
+                    os.dup2(nowhere.fileno(), int(number))
+    second = {"job_id": "job-2", "files": listed({"a": b"1"})}
+    failed = lite("POST", "/models", second)
+    assert (failed.status, "disk I/O error" in failed.error) == (500, True)
+    assert lite("POST", "/models", second).status == 201
+    assert [model["job_id"] for model in lite("GET", "/models").json["models"]] == [
+        "job-2",
+        "job-1",
+    ]
+    sidecar.add({"a": b"1"})
+    assert lite.deploy(first).status == 200
+
+
+def test_sqlite_without_shared_memory_fails_with_the_ways_out(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000));"
+        f"sys.path.insert(0, {str(HERE)!r}); import gligabao; sys.exit(gligabao.main(sys.argv[1:]))"
+    )
+    words = [sys.executable, "-Bc", code, *("serve", "--port", "0", "--database", "x.db")]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    for part in ("x.db", "file system", "shared memory", "local disk", "PostgreSQL"):
+        assert part in done.stderr
+
+
+def test_sqlite_keeps_what_is_recorded_through_a_loss_of_power(tmp_path: Path) -> None:
+    with contextlib.closing(gligabao.open_store(str(tmp_path / "x.db"))) as store:
+        store.record_trained_model(dict.fromkeys(gligabao._MODEL_KEYS, "x"))
+        writer = store._connections[True]  # type: ignore[attr-defined]
+        assert writer.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+        assert writer.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
 def test_sqlite_reader_does_not_wait_for_a_writer_and_a_writer_waits(
@@ -1544,6 +1620,7 @@ def test_token_goes_to_the_sidecar_and_nowhere_else(
     ]
     assert [answer.status for answer in answers] == [502, 200]
     assert all("Authorization: Bearer s3cret-tok" in text for text in sidecar.heads)
+    assert all("\r\nAccept-Encoding: identity\r\n" in text for text in sidecar.heads)
     seen = caplog.text + str(app.events) + str([answer.body for answer in answers])
     assert "s3cret" not in seen
     assert "k3y" not in seen
@@ -2101,6 +2178,57 @@ def test_lock_that_cannot_be_had_leaves_nothing_open(
     assert len(os.listdir("/dev/fd")) == files
 
 
+@pytest.mark.parametrize("there", [{"a": b"1"}, {}], ids=["a file to read", "a file to fetch"])
+def test_descriptor_is_closed_where_the_next_call_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: dict[str, bytes]
+) -> None:
+    def fails(descriptor: int) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    (tmp_path / "job-1").mkdir()
+    for name, data in there.items():
+        (tmp_path / "job-1" / name).write_bytes(data)
+    before = os.listdir("/dev/fd")
+    with monkeypatch.context() as patched, pytest.raises(gligabao.TrainingError) as caught:
+        patched.setattr(os, "fstat", fails)
+        gligabao.fetch_model_files(
+            Context(), Shelf({"a": b"1"}), model_of({"a": b"1"}), tmp_path / "job-1"
+        )
+    assert str(caught.value) == "a: Input/output error"
+    assert os.listdir("/dev/fd") == before
+
+
+def test_largest_files_are_fetched_first(tmp_path: Path) -> None:
+    class Counting(Shelf):
+        def download_model_file(self, ctx: Context, model_path: str, file: str, w: Any) -> None:
+            begun.append(w.size)
+            if len(begun) <= 8:
+                barrier.wait(20)  # eight at once
+            super().download_model_file(ctx, model_path, file, w)
+
+    begun: list[int] = []
+    barrier = threading.Barrier(8)
+    files = {f"{size}": bytes(size) for size in (5, 1, 9, 12, 3, 7, 10, 2, 8, 11, 4, 6)}
+    gligabao.fetch_model_files(Context(), Counting(files), model_of(files), tmp_path / "job-1")
+    assert {*begun[:8]} == {*range(5, 13)}
+
+
+def test_failed_file_ends_the_others_of_its_deployment(tmp_path: Path) -> None:
+    class Half(Shelf):
+        def download_model_file(self, ctx: Context, model_path: str, file: str, w: Any) -> None:
+            both.wait(20)
+            if file == "a":
+                raise OSError("a is gone")
+            reasons.append(ctx.wait(20) and ctx.reason)
+            ctx.raise_if_cancelled()
+
+    both, reasons = threading.Barrier(2), []  # type: ignore[var-annotated]
+    files = {"a": b"1", "b": b"2"}
+    with pytest.raises(gligabao.TrainingError, match="a is gone"):
+        gligabao.fetch_model_files(Context(), Half(files), model_of(files), tmp_path / "job-1")
+    assert reasons == ["another file failed"]
+
+
 @pytest.mark.parametrize("data", [b"12345", b"1234567", b"123x56"], ids=["short", "long", "other"])
 def test_fetcher_that_writes_other_bytes_than_recorded_fails(tmp_path: Path, data: bytes) -> None:
     model = model_of({"a": b"123456"})
@@ -2300,17 +2428,18 @@ def test_what_is_in_the_way_fails_by_name_and_stays(
 def test_leftovers_of_a_dead_fetch_are_removed_and_nothing_else(
     lite: App, sidecar: Sidecar
 ) -> None:
-    sidecar.add(THREE)
-    model = lite.record(THREE)
-    for wanted in (THREE, {}):
+    files = {"sub/deep/x": b"x", "a": b"a"}
+    sidecar.add(files)
+    model = lite.record(files)
+    for wanted in (files, {}):
         folder = lite.root / "job-1"
-        (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
-        for path in (".fetch-dead", "tokenizer/.fetch-dead", "mine.txt"):
+        (folder / "sub/deep").mkdir(parents=True, exist_ok=True)
+        for path in (".fetch-dead", "sub/.fetch-dead", "sub/deep/.fetch-dead", "sub/mine.txt"):
             (folder / path).write_text("x")
         sidecar.asked.clear()
         assert lite.deploy(model).status == 200
         assert sorted(sidecar.asked) == sorted(wanted)
-        assert on_disk(folder) == THREE | {"mine.txt": b"x"}
+        assert on_disk(folder) == files | {"sub/mine.txt": b"x"}
 
 
 @pytest.mark.parametrize("leftovers", [[], [".fetch-1"]], ids=["clean", "with a leftover"])
@@ -2344,6 +2473,17 @@ def test_fetched_files_have_the_permissions_of_new_files(lite: App, sidecar: Sid
     finally:
         os.umask(previous)
     assert stat.S_IMODE((lite.root / "job-1" / "a").stat().st_mode) == 0o640
+
+
+def test_lock_can_be_opened_by_others_of_the_group(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        gligabao.fetch_model_files(
+            Context(), Shelf({"a": b"1"}), model_of({"a": b"1"}), tmp_path / "job-1"
+        )
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / ".job-1.lock").stat().st_mode) == 0o664
 
 
 def test_model_larger_than_the_disk_fails_before_the_first_byte(
@@ -2990,16 +3130,20 @@ def test_model_of_a_script_is_not_changed_by_its_deployer(tmp_path: Path) -> Non
     def change(ctx: Context, req: gligabao.DeployTrainedModelRequest) -> None:
         req.model.params["evil"] = True
         vars(req.model.files[0])["path"] = "evil"
+        assert req.options is not None
+        req.options["list"].append("evil")
 
-    database = str(tmp_path / "x.db")
+    options, database = {"list": [1]}, str(tmp_path / "x.db")
     model = dataclasses.replace(model_of({"a": b"1"}), params={"lr": 1})
     with contextlib.closing(gligabao.open_store(database)) as store:
         plant(database, "job-1", "[]")
         deployers = gligabao.resolve_deployers({"it": change})
         gligabao.deploy_model(
-            *(Context(), store, Shelf({"a": b"1"}), deployers, tmp_path, model, DeployRequest("it"))
+            *(Context(), store, Shelf({"a": b"1"}), deployers, tmp_path, model),
+            DeployRequest("it", options),
         )
     assert (model.params, model.files[0].path) == ({"lr": 1}, "a")
+    assert options == {"list": [1]}
 
 
 def test_file_changed_by_a_deployer_is_warned_of_and_repaired(
@@ -3242,7 +3386,7 @@ def test_deploy_model_refuses_before_it_records(tmp_path: Path) -> None:
 
 def test_plain_routes(lite: App) -> None:
     home = request(lite.url, "GET", "/")
-    assert (home.status, home.headers["Location"]) == (302, "/admin")
+    assert (home.status, home.headers["Location"]) == (302, "admin")
     assert request(lite.url, "GET", "/health").json == {
         "status": "ok",
         "version": gligabao.__version__,
@@ -3750,6 +3894,7 @@ def test_stop_takes_a_result_in_time_and_drops_a_deaf_deployers(
 
     def quick(ctx: Context, req: Any) -> DeployTrainedModelResult:
         assert ctx.wait(20)
+        late.wait(0.3)  # some work that is left to do
         return DeployTrainedModelResult("in time")
 
     def deaf(ctx: Context, req: Any) -> DeployTrainedModelResult:
@@ -5487,6 +5632,23 @@ def test_postgres_outage_is_a_prompt_500_and_then_it_works(shaky: Any, sidecar: 
     assert request(app.url, "GET", "/health").status == 200
     cluster.control("start")
     assert app.deploy(model).status == 200
+
+
+def test_postgres_that_does_not_answer_is_not_waited_for_without_end(
+    shaky: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import psycopg
+
+    cluster, start = shaky
+    app = start()
+    model = app.record({"a": b"1"})
+    monkeypatch.setattr(gligabao, "FINISH_TIMEOUT_S", 0.3)
+    with psycopg.connect(cluster.url()) as other:
+        other.execute("LOCK TABLE gb_trained_models")
+        for _ in range(9):  # more than there are connections
+            answer = app("GET", f"/models/{model}")
+            assert (answer.status, "did not answer" in answer.error) == (500, True)
+    assert app("GET", f"/models/{model}").status == 200
 
 
 def test_postgres_sees_no_transaction_and_few_sessions_while_a_deployer_works(
