@@ -54,6 +54,7 @@ import http.client
 import http.server
 import io
 import ipaddress
+import itertools
 import json
 import logging
 import math
@@ -71,6 +72,7 @@ import tempfile
 import threading
 import time
 import traceback
+import unicodedata
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -125,13 +127,19 @@ CLIENT_LEFT = "the client disconnected"
 log = logging.getLogger("gligabao")
 log.addHandler(logging.NullHandler())  # silent until the program configures logging
 
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+# Control characters, ends of lines, what turns the direction of writing, halves of characters.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def _escape(text: str) -> str:
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def _escape_controls(record: logging.LogRecord) -> bool:
     """Keep one event on one line, and foreign control characters out of a terminal."""
-    text = record.getMessage()
-    record.msg = _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    record.msg = _escape(record.getMessage())
     record.args = ()
     return True
 
@@ -519,7 +527,9 @@ def _error_answer(error: Exception) -> _Answer:
 
 def _secret(value: str | None, what: str) -> str | None:
     """Return a key or token, None for an empty one; raises ValueError for what no header carries."""
-    if value and not (isinstance(value, str) and re.fullmatch("[ -~]+", value)):
+    if value and not (isinstance(value, str) and re.fullmatch("[ -~]*[!-~]", value)):
+        if isinstance(value, str) and value != value.rstrip():
+            raise ValueError(f"{what} ends in a blank or a line break, which must go")
         raise ValueError(f"{what} must be printable ASCII")
     return value or None
 
@@ -1120,6 +1130,12 @@ class _Store:
     def get_trained_model(self, id: int) -> TrainedModel | None:
         """Return the model, or None when there is none with this id."""
         rows = self._rows(f"SELECT {_MODEL_COLUMNS} FROM gb_trained_models WHERE id = ?", id)
+        return _model_from(rows[0]) if rows else None
+
+    def find_trained_model(self, job_id: str) -> TrainedModel | None:
+        """Return the model of a job, or None when there is none."""
+        sql = f"SELECT {_MODEL_COLUMNS} FROM gb_trained_models WHERE job_id = ?"
+        rows = self._rows(sql, job_id)
         return _model_from(rows[0]) if rows else None
 
     def list_trained_models(self, limit: int = 100) -> list[TrainedModel]:
@@ -3425,8 +3441,12 @@ class _API:
         return min(int(digits[:4]), 500)
 
     def list_models(self, request: _Handler) -> _Answer:
-        """Answer with the newest models."""
-        models = self.store.list_trained_models(self._limit(request))
+        """Answer with the newest models, or with that of one job."""
+        limit, job_id = self._limit(request), request.parameter("job_id")
+        if job_id is None:
+            models = self.store.list_trained_models(limit)
+        else:
+            models = [*filter(None, [self.store.find_trained_model(job_id)])]
         return _json_answer(200, {"models": [_model_json(model) for model in models]})
 
     def record_model(self, request: _Handler) -> _Answer:
@@ -3435,7 +3455,9 @@ class _API:
         with request.watched() as ctx:
             model = record_model(ctx, self.store, self.sidecar, body)
         if model is None:
-            raise _Refusal(409, f"the job {body['job_id']} is recorded already")
+            stored = self.store.find_trained_model(body["job_id"])
+            told = {"error": f"the job {body['job_id']} is recorded already"}
+            return _json_answer(409, told | ({"model": _model_json(stored)} if stored else {}))
         return _json_answer(201, _model_json(model))
 
     def get_model(self, request: _Handler, id: str) -> _Answer:
@@ -3631,9 +3653,9 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _model_id(text: str) -> str:
-    if not re.fullmatch("[1-9][0-9]{0,18}", text):
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is no id of a model: a number from 1")
+def _limit(text: str) -> str:
+    if not re.fullmatch("[1-9][0-9]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no whole number from 1")
     return text
 
 
@@ -3683,13 +3705,33 @@ def _parser() -> argparse.ArgumentParser:
     add("directory", metavar="DIR", help="directory with trained/<job id>/ in it")
     add("--host", help="address to serve on; others than loopback need a token (127.0.0.1)")
     add("--port", type=_port, help="port to serve on, 0 for any free one (7879)")
+
+    def client(name: str, help: str, *words: str, codes: str = "") -> Callable[..., object]:
+        add = command(name, help, f"{codes}The key comes from the environment: GLIGABAO_API_KEY.")
+        if "model" in words:
+            add("model", metavar="MODEL", help="its id, or its job: my-job, or job:123 for digits")
+        if "limit" in words:
+            add("--limit", type=_limit, metavar="N", help="how many of the newest (100)")
+        if "json" in words:
+            add("--json", action="store_true", help="print the server's answer instead of a table")
+        add("--url", type=_server_url, help="where the server is (http://127.0.0.1:7878)")
+        return add
+
+    add = client("record", "Record the trained model of a job; print it as JSON.")
+    add("job_id", metavar="JOB_ID", help="its files are those that the sidecar has of this job")
+    add("--facts", metavar="JSON", type=_object, help="JSON object of base_model, final_loss, ...")
+    client("models", "List the trained models, the newest first.", "limit", "json")
+    client("deployers", "List the deployers that the server has.", "json")
     text = "Ask a server for a deployment, wait for it, print it as JSON."
-    codes = "Exits 0 when it completed, 1 when it failed. The key comes from GLIGABAO_API_KEY."
-    add = command("deploy", text, codes)
-    add("model_id", metavar="MODEL_ID", type=_model_id, help="id of the trained model")
+    codes = "Exits 0 when it completed, 1 when it failed. "
+    add = client("deploy", text, "model", codes=codes)
     add("deployer", metavar="DEPLOYER", help="name of a registered deployer")
     add("--options", metavar="JSON", type=_object, help="JSON object for the deployer")
-    add("--url", type=_server_url, help="where the server is (http://127.0.0.1:7878)")
+    client(
+        "history", "List the deployments of a model, the newest first.", "model", "limit", "json"
+    )
+    codes = "Exits 0 when all are right, 1 when not. "
+    client("audit", "Check a model's files on the server's disk.", "model", "json", codes=codes)
     add = command("demo", "Deploy a small model here, in a temporary directory that is removed.")
     add("--once", action="store_true", help="deploy once, print the record, and end")
     add("--port", type=_port, help="port to serve on (7878, or any free one)")
@@ -3760,60 +3802,249 @@ def _release_deployer(releases: Path) -> DeployTrainedModelFunc:
     return release
 
 
-def _follow(ctx: Context, url: str, headers: Mapping[str, str], deployer: str) -> None:
+def _bytes(count: float) -> str:
+    units = iter(("B", "kB", "MB", "GB", "TB"))
+    unit = next(units)
+    while count >= 999.95 and (larger := next(units, "")):
+        count, unit = count / 1000, larger
+    return f"{count:.1f}".removesuffix(".0") + f" {unit}"
+
+
+def _duration(ms: int) -> str:
+    if ms < 60_000:
+        return f"{ms} ms" if ms < 1000 else f"{ms / 1000:.1f}".removesuffix(".0") + " s"
+    minutes, hours = ms // 60_000, ms // 3_600_000
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min {ms // 1000 % 60} s"
+
+
+def _time(text: str) -> str:
+    with contextlib.suppress(ValueError, OverflowError):  # what others wrote may be no time
+        text = f"{datetime.datetime.fromisoformat(text).astimezone():%Y-%m-%d %H:%M}"
+    return text
+
+
+def _shown(cell: object) -> str:
+    return _escape(str("" if cell is None else cell)) or "–"
+
+
+def _width(text: str) -> int:
+    """Return how many columns of a terminal a text takes, as far as Unicode's tables tell."""
+    flat = sum(unicodedata.category(letter) in ("Mn", "Me", "Cf") for letter in text)
+    return len(text) - flat + sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
+
+
+def _fit(text: str, width: int, right: bool = False) -> str:
+    """Return a text of just this width, cut with a mark or filled up on one side."""
+    if _width(text) > width:
+        ends = itertools.accumulate(map(_width, text))
+        text = "".join(letter for letter, end in zip(text, ends, strict=True) if end < width) + "…"
+    blanks = " " * (width - _width(text))
+    return blanks + text if right else text + blanks
+
+
+def _say(text: str) -> None:
+    """Print on standard output what it can show; that nobody reads on is no failure."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    with contextlib.suppress(BrokenPipeError):
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+
+
+def _print_table(rows: Sequence[Mapping[str, object]]) -> None:
+    """Print rows of the same columns, each as wide as its content, all no wider than the terminal."""
+    lines = [[*rows[0]]]
+    lines += [[_shown(cell) for cell in row.values()] for row in rows]
+    widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
+    if sys.stdout.isatty():
+        room = shutil.get_terminal_size().columns - 2 * (len(widths) - 1)
+        while sum(widths) > room and max(widths) > 5:
+            widths[widths.index(max(widths))] -= 1
+    right = [name in ("ID", "Size", "Duration") for name in lines[0]]
+    for line in lines:
+        _say("  ".join(map(_fit, line, widths, right)).rstrip())
+
+
+def _ask(
+    options: Json, method: str, path: str, body: str | None = None, *, also: int = 0, hint: str = ""
+) -> Json:
+    """Return the JSON object that the server at --url answers with, with status 200, 201 or `also`.
+
+    Raises ValueError in words: the server's own, or which server gave no answer or another one; then
+    `hint` says where to look.
+    """
+    server = options.get("url", "http://127.0.0.1:7878")
+    key = _secret(os.environ.get("GLIGABAO_API_KEY"), "GLIGABAO_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    sent = None if body is None else body.encode(errors="surrogateescape")
+    request = urllib.request.Request(f"{server}/v1/gb/training{path}", sent, headers, method=method)
+    try:
+        with _open_url(Context(), request, None) as response:
+            status, data = response.status, response.read()
+    except (_Failed, OSError, http.client.HTTPException) as error:
+        raise ValueError(f"{server}: {_text_of(error)}{hint}") from error
+    try:
+        answer = _JSON.decode(data.decode())
+        if status in (200, 201, also):
+            return {**answer}
+        words = str.__str__(answer["error"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        text = f"{server} answered status {status} and no JSON of a gligabao server"
+        if status in (502, 503, 504):
+            text += f": a proxy in between may have ended the wait{hint}"
+        raise ValueError(text) from None
+    raise ValueError(words + "; it is read from GLIGABAO_API_KEY" * (status == 401))
+
+
+def _model_id(options: Json) -> str:
+    """Return the id of the model that a person names by its id or its job, as job:123 if need be."""
+    name = options["model"]
+    if re.fullmatch("[0-9]+", name):
+        return str(name)
+    job_id = name.removeprefix("job:")
+    query = urllib.parse.urlencode({"job_id": job_id}, errors="surrogateescape")
+    for model in _ask(options, "GET", f"/models?{query}")["models"]:
+        if model["job_id"] == job_id:
+            return str(model["id"])
+    raise ValueError(f"no model is recorded for the job {job_id!r}")
+
+
+def _list(options: Json, path: str, key: str, row: Callable[[Json], Json]) -> Json:
+    """Print what the server lists, as a table or as JSON; return the answer."""
+    answer = _ask(options, "GET", path)
+    if options.get("json"):
+        _say(json.dumps(answer, indent=2))
+    elif answer[key]:
+        _print_table([row(entry) for entry in answer[key]])
+    else:
+        print(f"gligabao: there are no {key}", file=sys.stderr)
+    return answer
+
+
+def _words(progress: Json | None) -> str:
+    """Say how far a running deployment is, as its server tells."""
+    done, report = progress or {}, (progress or {}).get("report")
+    if report:
+        share = "" if report["fraction"] is None else f"{report['fraction']:.0%} "
+        return share + (report["text"] or "the deployer is working")
+    if not done or done["files_done"] == done["files_total"] > 0:
+        return "the deployer is working" if done else ""
+    size = f"{_bytes(done['bytes_done'])} of {_bytes(done['bytes_total'])}"
+    return f"{size}, {done['files_done']} of {done['files_total']} files"
+
+
+def _run_record(options: Json) -> int:
+    body = json.loads(options.get("facts", "{}")) | {"job_id": options["job_id"]}
+    answer = _ask(options, "POST", "/models", json.dumps(body), also=409)
+    if "error" in answer:
+        print(f"gligabao: {_escape(str(answer['error']))}; it stays as it is", file=sys.stderr)
+    _say(json.dumps(answer.get("model", answer), indent=2))
+    return 0
+
+
+def _run_models(options: Json) -> int:
+    def row(model: Json) -> Json:
+        sizes = [file["size_bytes"] for file in model["files"]]
+        size_bytes = sum(size for size in sizes if isinstance(size, int))  # others may write more
+        return {
+            "ID": model["id"],
+            "Name": model["name"],
+            "Job": model["job_id"],
+            "Base model": model["base_model"],
+            "Files": f"{len(sizes)} file{'s' * (len(sizes) != 1)}, {_bytes(size_bytes)}",
+            "Recorded": _time(model["created_at"]),
+        }
+
+    _list(options, f"/models?limit={options.get('limit', 100)}", "models", row)
+    return 0
+
+
+def _run_deployers(options: Json) -> int:
+    def row(deployer: Json) -> Json:
+        return {"Name": deployer["name"], "Description": deployer["description"]}
+
+    _list(options, "/deployers", "deployers", row)
+    return 0
+
+
+def _run_history(options: Json) -> int:
+    def row(made: Json) -> Json:
+        running = made["status"] == "running"
+        return {
+            "ID": made["id"],
+            "Status": made["status"],
+            "Deployer": made["deployer"],
+            "Duration": "" if running else _duration(made["duration_ms"] or 0),
+            "Started": _time(made["created_at"]),
+            "Outcome": made["error"] or made["ref"] or _words(made.get("progress")),
+        }
+
+    path = f"/models/{_model_id(options)}/deployments?limit={options.get('limit', 100)}"
+    _list(options, path, "deployments", row)
+    return 0
+
+
+def _run_audit(options: Json) -> int:
+    def row(file: Json) -> Json:
+        return {"File": file["path"], "Size": _bytes(file["size_bytes"]), "On disk": file["state"]}
+
+    found = _list(options, f"/models/{_model_id(options)}/audit", "files", row)
+    missing, free = _bytes(found["bytes_to_fetch"]), _bytes(found["bytes_free"])
+    room = f"{free} free there: they {'fit' if found['fits'] else 'do not fit'}"
+    if found["complete"]:
+        text = f"Every file is in {found['dir']}, as recorded."
+    else:
+        text = f"{missing} to fetch into {found['dir']}, {room}."
+    if not options.get("json"):
+        _say(_escape(text))
+    return 0 if found["complete"] else 1
+
+
+def _follow(ctx: Context, options: Json, path: str) -> None:
     """Show once a second how far the newest running deployment by this deployer is."""
     while not ctx.wait(1):
-        text = "waiting"
+        text, width = "waiting", 80
         with contextlib.suppress(Exception):  # it is only to look at; the answer tells
-            request = urllib.request.Request(url, headers=dict(headers))
-            with _open_url(ctx, request, CONNECT_TIMEOUT_S) as response:
-                rows = json.loads(response.read())["deployments"]
-            key = "running", deployer
+            rows = _ask(options, "GET", path)["deployments"]
+            key = "running", options["deployer"]
             found = (row for row in rows if (row["status"], row["deployer"]) == key)
-            progress = next(found)["progress"]
-            *figures, report = progress.values()
-            done, total, got, size = map(int, figures)
-            text = f"{done} of {total} files, {got} of {size} bytes"
-            if done == total > 0:
-                text = "the deployer is working"
-            if report:
-                share = "" if report["fraction"] is None else f"{report['fraction']:.0%} "
-                text = share + (report["text"] or text)
-        print(f"\r{_UNPRINTABLE.sub('?', text)}\x1b[K", end="", file=sys.stderr, flush=True)
+            text = _words(next(found)["progress"])
+            width = os.get_terminal_size(sys.stderr.fileno()).columns or width
+        text = _fit(_escape(text), width - 1).rstrip()
+        print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
     print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _run_deploy(options: Json) -> int:
-    server, deployer = options.get("url", "http://127.0.0.1:7878"), options["deployer"]
-    url = f"{server}/v1/gb/training/models/{options['model_id']}/deployments"
-    key = _secret(os.environ.get("GLIGABAO_API_KEY"), "GLIGABAO_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    path = f"/models/{_model_id(options)}/deployments"
     # The options go as they were typed, so that every number arrives as it was written.
-    body = f'{{"deployer": {_encode_json(deployer)}, "options": {options.get("options", "null")}}}'
-    request = urllib.request.Request(url, body.encode(errors="surrogateescape"), headers)
+    name, given = _encode_json(options["deployer"]), options.get("options", "null")
     following = Context()
-    shown = functools.partial(_follow, following, url, headers, deployer)
-    follower = threading.Thread(target=shown, daemon=True)
+    follower = threading.Thread(target=_follow, args=(following, options, path), daemon=True)
     if sys.stderr.isatty():
         follower.start()
     try:
-        with _open_url(Context(), request, None) as response:
-            answer = _JSON.decode(response.read().decode())
-            deployment = answer if response.status == 200 else answer.get("deployment")
-            if not isinstance(deployment, dict):
-                raise ValueError(answer["error"])
-            completed = {"completed": True, "failed": False}[deployment["status"]]
-    except (_Failed, OSError, http.client.HTTPException) as error:
-        text = f"{server}: {_text_of(error)}; the history of the model says what became of it"
-        raise ValueError(text) from error
-    except (json.JSONDecodeError, AttributeError, KeyError, TypeError):
-        raise ValueError(f"{server} answered status {response.status} and no such JSON") from None
+        hint = f"; `history {options['model']}` says what became of the deployment"
+        body = f'{{"deployer": {name}, "options": {given}}}'
+        answer = _ask(options, "POST", path, body, also=502, hint=hint)
     finally:
         following.cancel("answered")
         if follower.ident:
             follower.join(1)
-    print(json.dumps(deployment, indent=2), flush=True)
+    deployment = answer.get("deployment") or answer
+    if "status" not in deployment:
+        raise ValueError(answer["error"])
+    completed = {"completed": True, "failed": False}[deployment["status"]]
+    _say(json.dumps(deployment, indent=2))
     return 0 if completed else 1
+
+
+_CLIENTS = {
+    "record": _run_record,
+    "models": _run_models,
+    "deployers": _run_deployers,
+    "history": _run_history,
+    "audit": _run_audit,
+    "deploy": _run_deploy,
+}
 
 
 def _run_demo(options: Json, stop: threading.Event | None) -> int:
@@ -3838,7 +4069,7 @@ def _run_demo(options: Json, stop: threading.Event | None) -> int:
             options["port"] = 0
         with Server(**options) as server:
             if once:
-                return _run_deploy({"url": server.url, "model_id": 1, "deployer": "release"})
+                return _run_deploy({"url": server.url, "model": "1", "deployer": "release"})
             url = f"{server.url}/v1/gb/training/models/1/deployments"
             print(f"Open {server.url}/admin and deploy the model there, or run")
             print(f'\n    curl {url} -d \'{{"deployer": "release"}}\'\n')
@@ -3894,8 +4125,13 @@ def _run(argv: Sequence[str] | None, options: Json) -> int:
                 return 0
             case "sidecar":
                 return _run_sidecar(given)
-            case "deploy":
-                return _run_deploy(given)
+            case command if command in _CLIENTS:
+                try:
+                    return _CLIENTS[command](given)
+                except (AttributeError, KeyError, TypeError):
+                    raise ValueError(
+                        "the server's answer is no JSON of a gligabao server"
+                    ) from None
             case _:
                 return _run_demo(given, options.get("stop"))
     except KeyboardInterrupt:

@@ -1694,9 +1694,19 @@ def test_token_that_a_sidecar_lists_gets_into_no_error(
     assert (answer.status, "s3c" in answer.error, "./…" in answer.error) == (502, False, True)
 
 
-def test_token_that_no_header_carries_is_refused() -> None:
-    with pytest.raises(ValueError, match="printable"):
-        gligabao.SidecarClient("http://127.0.0.1:1", "a\nb")
+@pytest.mark.parametrize(
+    ("token", "why"),
+    [
+        ("a\nb", "printable"),
+        ("ü", "printable"),
+        ("s3c\n", "ends in a blank or a line break"),
+        ("s3c ", "ends in a blank or a line break"),
+    ],
+)
+def test_token_that_no_header_carries_is_refused(token: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as caught:
+        gligabao.SidecarClient("http://127.0.0.1:1", token)
+    assert "s3c" not in str(caught.value)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1", "0x7f000001", "0.0.0.0", "localhost"])
@@ -3551,13 +3561,22 @@ def test_models_are_recorded_listed_and_got(app: App) -> None:
     }
     assert model["created_at"].endswith("Z")
     again = app("POST", "/models", {"job_id": "job-1", "files": listed({"a": b"1"})})
-    assert (again.status, bool(again.error)) == (409, True)
+    assert (again.status, "already" in again.error, again.json["model"]) == (409, True, model)
     second = app(
         "POST",
         "/models",
         {"job_id": "job-2", "files": listed({"a": b"1"}), "path": "", "final_loss": 1},
     ).json
     assert app("GET", "/models").json == {"models": [second, model]}
+    for query, expected in (
+        ("job_id=job-1", [model]),
+        ("limit=1&job_id=job-1", [model]),
+        ("job_id=nope", []),
+        ("job_id=", []),
+        ("job_id=%00%ff", []),
+    ):
+        assert app("GET", f"/models?{query}").json == {"models": expected}
+    assert app("GET", "/models?limit=0&job_id=job-1").status == 400
     assert app("GET", f"/models/{model['id']}").json == model
 
 
@@ -4169,14 +4188,6 @@ def test_deploy_command_prints_the_stored_deployment(
     ):
         refused = run("deploy", *words, *where, cwd=tmp_path, env=more, code=1)
         assert (refused.stdout, len(refused.stderr.splitlines())) == ("", 1)
-    for words in (
-        (1,),
-        (1, "ok", "--options", "{x"),
-        (1, "ok", "--options", "[]"),
-        ("x", "ok"),
-        (1, "ok", "--url", "ftp://x"),
-    ):
-        run("deploy", *words, cwd=tmp_path, env=env, code=2)
 
 
 @pytest.mark.parametrize(
@@ -4248,6 +4259,167 @@ def test_deploy_command_that_finds_nobody_says_so_in_a_line(tmp_path: Path) -> N
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_whole_job_is_done_from_a_terminal(
+    serve: Serve, sidecar: Sidecar, tmp_path: Path, models: Path
+) -> None:
+    app = serve(sidecar=str(models))
+
+    def ask(*words: object, code: int = 0) -> Any:
+        return run(*words, "--url", app.url, cwd=tmp_path, code=code)
+
+    nothing = ask("models")
+    assert (nothing.stdout, "no models" in nothing.stderr) == ("", True)
+    assert ask("audit", "job-1", code=1).stdout == ""
+    facts = '{"base_model": "llama", "final_loss": 0.5, "job_id": "other"}'
+    model = json.loads(ask("record", "job-1", "--facts", facts).stdout)
+    assert (model["job_id"], model["base_model"], len(model["files"])) == ("job-1", "llama", 3)
+    again = ask("record", "job-1")
+    assert (json.loads(again.stdout), "recorded already" in again.stderr) == (model, True)
+    assert "no model at 'trained/nobody'" in ask("record", "nobody", code=1).stderr
+    incomplete = ask("audit", "job-1", code=1).stdout
+    assert "missing" in incomplete
+    assert "5 kB to fetch into" in incomplete
+    assert json.loads(ask("deploy", "job-1", "ok").stdout)["ref"] == "ok-1"
+    assert json.loads(ask("deploy", "1", "broken", code=1).stdout)["status"] == "failed"
+    assert "Every file is in" in ask("audit", "job:job-1").stdout
+    head, newest, oldest = ask("history", "job-1").stdout.splitlines()
+    assert head.split() == ["ID", "Status", "Deployer", "Duration", "Started", "Outcome"]
+    assert newest.split()[:3] == ["2", "failed", "broken"]
+    assert newest.endswith("the bucket is on fire")
+    assert oldest.endswith("ok-1")
+    assert len(ask("history", "1", "--limit", 1).stdout.splitlines()) == 2
+    assert "1  job-1  job-1  llama       3 files, 5 kB  20" in ask("models").stdout
+    assert "ok       Does nothing, and says so." in ask("deployers").stdout
+    for words, path in (
+        (["models"], "/models"),
+        (["deployers"], "/deployers"),
+        (["history", "job-1"], "/models/1/deployments"),
+        (["audit", "job-1"], "/models/1/audit"),
+    ):
+        seen, now = json.loads(ask(*words, "--json").stdout), app("GET", path).json
+        assert seen | {"bytes_free": 0} == now | {"bytes_free": 0}
+
+
+def test_digits_are_the_id_of_a_model_and_job_names_a_job(lite: App, tmp_path: Path) -> None:
+    for job in ("12", "odd"):
+        lite.record({"a": b"1"}, job)
+    for words, code, said in (
+        (["history", "12"], 1, "there is no trained model 12"),
+        (["history", "007"], 1, "there is no trained model 007"),
+        (["history", "job:12"], 0, "no deployments"),
+        (["history", "odd"], 0, "no deployments"),
+        (["deploy", "odd?x=1&y", "ok"], 1, "no model is recorded for the job 'odd?x=1&y'"),
+    ):
+        done = run(*words, "--url", lite.url, cwd=tmp_path, code=code)
+        assert said in done.stderr
+
+
+CLIENT_WORDS = {
+    "record": ["record", "job-1"],
+    "models": ["models"],
+    "deployers": ["deployers"],
+    "history": ["history", "1"],
+    "audit": ["audit", "1"],
+    "deploy": ["deploy", "1", "ok"],
+}
+
+
+@pytest.mark.parametrize("command", CLIENT_WORDS)
+def test_command_says_in_a_line_what_went_wrong(
+    httpserver: Any, serve: Serve, tmp_path: Path, command: str
+) -> None:
+    def fails(url: str, *parts: str, **env: str) -> None:
+        done = run(*CLIENT_WORDS[command], "--url", url, cwd=tmp_path, env=env, code=1)
+        assert (done.stdout, len(done.stderr.splitlines())) == ("", 1)
+        for part in parts:
+            assert part in done.stderr
+
+    assert {*CLIENT_WORDS} == {*gligabao._CLIENTS}
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = f"127.0.0.1:{closed.getsockname()[1]}"
+    fails(f"http://{nobody}", f"no answer from {nobody}", "Connection refused")
+    app = serve(api_key="k3y-of-mine")
+    fails(app.url, "needs the key", "GLIGABAO_API_KEY")
+    fails(app.url, "line break", GLIGABAO_API_KEY="k3y-of-mine\n")
+    for status, body, parts in (
+        (504, "<html>", ("504", "a proxy in between may have ended the wait")),
+        (200, "<html>", ("200", "no JSON of a gligabao server")),
+        (200, "{}", ("no JSON of a gligabao server",)),
+        (200, '{"models": [5], "files": 5, "deployers": [{}], "status": 1}', ("gligabao server",)),
+        (403, '{"error": "\u001b[2J no"}', ("no",)),
+    ):
+        httpserver.clear()
+        httpserver.expect_request(re.compile(".*")).respond_with_data(body, status)
+        if (command, status) != ("record", 200) or body == "<html>":
+            fails(httpserver.url_for("/prefix"), *parts)
+    if command == "deploy":
+        httpserver.clear()
+        httpserver.expect_request(re.compile(".*")).respond_with_data("<html>", 504)
+        fails(httpserver.url_for("/"), "`history 1` says what became of the deployment")
+
+
+TABLE = [
+    {"ID": 7, "Name": "模型", "Outcome": "a\x1b[2J\nb\u202e"},
+    {"ID": 10, "Name": "e\u0301", "Outcome": "long " * 30},
+    {"ID": "", "Name": None, "Outcome": 0},
+]
+
+
+def test_table_is_as_wide_as_its_content(capsys: pytest.CaptureFixture[str]) -> None:
+    gligabao._print_table(TABLE)
+    assert capsys.readouterr().out.splitlines() == [
+        "ID  Name  Outcome",
+        r" 7  模型  a\x1b[2J\nb\u202e",
+        "10  e\u0301     " + "long " * 29 + "long",
+        " –  –     0",
+    ]
+
+
+def test_table_is_no_wider_than_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "30")
+    gligabao._print_table([*TABLE, {"ID": 1, "Name": "模型模型", "Outcome": "模" * 99}])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "10  e\u0301         long long long …"
+    assert lines[4] == " 1  模型模型  模模模模模模模…"
+    assert max(map(gligabao._width, lines)) <= 30
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "shown"),
+    [
+        *((gligabao._bytes, given, shown) for given, shown in ((0, "0 B"), (999, "999 B"))),
+        *(
+            (gligabao._bytes, given, shown)
+            for given, shown in ((3508, "3.5 kB"), (999_960, "1 MB"))
+        ),
+        *(
+            (gligabao._bytes, given, shown)
+            for given, shown in ((10**9, "1 GB"), (10**16, "10000 TB"))
+        ),
+        *(
+            (gligabao._duration, given, shown)
+            for given, shown in ((12, "12 ms"), (41_873, "41.9 s"))
+        ),
+        *((gligabao._duration, given, shown) for given, shown in ((60_000, "1 min 0 s"),)),
+        *((gligabao._duration, given, shown) for given, shown in ((3_725_000, "1 h 2 min"),)),
+        (gligabao._time, "infinity", "infinity"),
+    ],
+)
+def test_figures_are_shown_as_on_the_page(make: Any, given: Any, shown: str) -> None:
+    assert make(given) == shown
+
+
+def test_reader_that_has_seen_enough_is_no_failure(lite: App, tmp_path: Path) -> None:
+    lite.record({f"{'x' * 90}{number}": b"1" for number in range(3000)})
+    line = f"{shlex.quote(sys.executable)} -B {shlex.quote(str(MODULE))} models --json --url {lite.url}"
+    words = ["bash", "-c", f"{line} | head -1; exit ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
+
+
 def test_deploy_command_shows_progress_on_a_terminal_and_leaves_when_interrupted(
     lite: App, sidecar: Sidecar
 ) -> None:
@@ -4296,7 +4468,7 @@ def test_deploy_command_shows_what_a_deployer_reports(serve: Serve, sidecar: Sid
     os.close(terminal)
     with os.fdopen(screen, "rb", 0) as shown:
         text = b""
-        for expected in (b"\r31% uploading ?[2J\x1b[K", b"\rregistering\x1b[K"):
+        for expected in (rb"31% uploading \x1b[2J", b"\rregistering\x1b[K"):
             while expected not in text:
                 text += shown.read(1000)
             step.release()
@@ -4314,18 +4486,31 @@ def test_deploy_command_shows_what_a_deployer_reports(serve: Serve, sidecar: Sid
         ["serve", "--port", "-1"],
         ["sidecar"],
         ["demo", "x"],
+        ["deploy", "1"],
+        ["deploy", "1", "ok", "--options", "{x"],
+        ["deploy", "1", "ok", "--options", "[]"],
+        ["deploy", "1", "ok", "--url", "ftp://x"],
+        ["record"],
+        ["record", "job-1", "--facts", "[]"],
+        ["models", "--limit", "0"],
+        ["history", "1", "--limit", "x"],
+        ["audit"],
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_bad_usage_exits_2(words: list[str], tmp_path: Path) -> None:
     assert run(*words, cwd=tmp_path, code=2).stderr
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["sidecar"], ["demo"], ["deploy"]], ids=str)
+@pytest.mark.parametrize(
+    "command", [[], *([name] for name in ("serve", "sidecar", "demo", *gligabao._CLIENTS))], ids=str
+)
 def test_help_and_version_are_everywhere(command: list[str], tmp_path: Path) -> None:
     assert run(*command, "--version", cwd=tmp_path).stdout == f"gligabao {gligabao.__version__}\n"
     env = {"PYTHONIOENCODING": "ascii"}  # as a terminal that knows no more
-    assert "usage" in run(*command, "--help", cwd=tmp_path, env=env).stdout
+    help = run(*command, "--help", cwd=tmp_path, env=env).stdout
+    assert help.startswith("usage")
+    assert len(help.splitlines()) <= 24  # a screen
 
 
 FAILED_STARTS = {
@@ -5808,9 +5993,20 @@ def test_readmes_script_deploys_with_its_own_deployer_and_its_test_passes(tmp_pa
         server = subprocess.Popen(words, cwd=tmp_path, stdout=out, stderr=out)
     try:
         url = until(lambda: re.search(r"http://[\d.]+:\d+", log.read_text()))[0]
-        exec(block("timeout=1800").replace("http://127.0.0.1:7878", url), {})
-        done = run("deploy", 1, "folder", "--url", url, cwd=tmp_path)
-        assert len(on_disk(Path(json.loads(done.stdout)["ref"]))) == 4
+        record = recipe("def record(", "record", SERVER=url)
+        model = record("my-job", base_model="MiniLM", final_loss=0.42)
+        assert (model["final_loss"], model) == (0.42, record("my-job"))
+        with pytest.raises(RuntimeError, match="no model at 'trained/nobody'"):
+            record("nobody")
+        (lines,) = re.findall(r"```sh\n(python deploy.py record.*?)```", README, re.DOTALL)
+        lines = re.sub("python (.*)", rf"{sys.executable} \1 --url {url}", f"set -e\n{lines}")
+        done = subprocess.run(["sh", "-c", lines], cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, "already" in done.stderr) == (0, True), done.stderr
+        assert "Every file is in" in done.stdout
+        assert len(on_disk(tmp_path / "releases" / "deploy-1")) == 4
+        failing = lines.replace(" folder ", " nobody ")
+        done = subprocess.run(["sh", "-c", failing], cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, "Every file" in done.stdout) == (1, False)
     finally:
         server.terminate()
         server.wait(12)
@@ -5881,7 +6077,7 @@ def test_readme_names_every_option_flag_route_status_and_variable(tmp_path: Path
         *inspect.signature(gligabao.Server).parameters,
         *inspect.signature(gligabao.serve).parameters,
     } - {"options"}
-    commands = ("serve", "sidecar", "deploy", "demo")
+    commands = ("serve", "sidecar", "demo", *gligabao._CLIENTS)
     help = "".join(run(command, "--help", cwd=tmp_path).stdout for command in commands)
     flags = {*re.findall(r"--[a-z-]+", help)}
     api: Any = gligabao._API.__new__(gligabao._API)
