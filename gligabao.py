@@ -2759,6 +2759,10 @@ pre, code, textarea { margin: 0; font: .8rem/1.6 ui-monospace, monospace; white-
 .long { display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 5; overflow: hidden; }
 .bar { display: flex; flex-wrap: wrap; justify-content: space-between; align-items: start; gap: .75rem 1.5rem; }
 .buttons { display: flex; gap: .5rem; }
+.filter { display: flex; flex-wrap: wrap; align-items: baseline; gap: .25rem .75rem; margin-bottom: .5rem; }
+.filter input { width: 18rem; }
+#deployments details { display: inline-block; max-width: 100%; margin: .35rem 1rem 0 0; vertical-align: top; }
+.again { margin-top: .25rem; padding: .1rem .6rem; font-size: .87rem; }
 .banner { position: sticky; top: 0; z-index: 2; }
 .banner p, .command { max-width: none; padding: .6rem 1rem; border-radius: .45rem; }
 .banner p { color: var(--bad); background: var(--bad-tint); }
@@ -2865,6 +2869,11 @@ li [role=status]:not(:empty) { margin-top: .6rem; }
   <div id="view" hidden>
     <section class="card" aria-labelledby="models-title">
       <h2 id="models-title" tabindex="-1">Trained models</h2>
+      <div id="filter-bar" class="filter" hidden>
+        <label for="filter">Filter models</label>
+        <input id="filter" type="search" autocomplete="off" spellcheck="false">
+        <span id="filtered" class="muted" role="status"></span>
+      </div>
       <div id="models"></div>
       <div id="no-models" hidden>
         <p>No trained model is recorded yet. This command records the one whose files the sidecar has in
@@ -2930,6 +2939,7 @@ let choices = new Map();         // the dialog's entry of each deployer, by name
 let underway = 0;                // deployments that this page waits for
 let looks = 0;                   // counts the looks at a history: only the latest is shown
 let again = false;               // the last look went wrong in a way that may pass
+let paces = new Map();           // the last looks at each fetch, [seconds, bytes], by the deployment's id
 
 // ---- Elements: every text becomes a text node ----
 
@@ -2973,6 +2983,8 @@ const pairs = fields => fields.flatMap(([name, content]) => [h("dt", {}, name), 
 const label = state => h("span", {"data-state": state}, state);
 /** A text of which only the first lines show; the whole is shown elsewhere. */
 const long = (text, tone = "") => h("div", {class: `long ${tone}`}, text);
+/** What a deployment made: a link where it is a URL of the web and of nothing else. */
+const link = ref => /^https?:\/\/\S+$/i.test(ref) ? h("a", {href: ref, target: "_blank", rel: "noreferrer"}, ref) : fact(ref);
 
 // ---- Values ----
 
@@ -3118,6 +3130,18 @@ function showModels() {
   $("no-models").hidden = models.length > 0;
   $("models").hidden = !models.length;
   patch($("models"), table("Trained models", models.map(modelRow)));
+  if ($("filter-bar").hidden = models.length < 20) $("filter").value = "";
+  filter();
+}
+
+/** Shows the rows of whose name, job or base model the typed text is a part; the chosen model stays chosen. */
+function filter() {
+  const part = $("filter").value.toLowerCase();
+  const found = models.filter(model => [titleOf(model), model.job_id, model.base_model].some(
+    text => plain(text).toLowerCase().includes(part)));
+  const ids = new Set(found.map(({id}) => plain(id)));
+  for (const row of $("models").querySelectorAll("tbody tr")) row.hidden = !ids.has(row.dataset.key);
+  $("filtered").textContent = part && `${count(found.length)} of ${count(models.length)} models`;
 }
 
 function modelRow({id, name, job_id, base_model, model_size, files, created_at}) {
@@ -3139,6 +3163,7 @@ function showModel(found) {
   model = found;
   deployments = undefined;
   choices = new Map();
+  paces = new Map();
   closeDialogs();
   $("audit").ariaDisabled = $("files-region").ariaBusy = null;
   $("options").value = "";
@@ -3188,13 +3213,22 @@ function showDeployments() {
   }]), "None yet."));
 }
 
-function outcome({ref, error, options, details, dir, completed_at}) {
+function outcome({id, ref, error, options, details, dir, completed_at}) {
   const more = pairs([
-    ["Ref", fact(ref)], ["Details", json(details)], ["Error", fact(error)], ["Options", json(options)],
+    ["Ref", link(ref)], ["Details", json(details)], ["Error", fact(error)], ["Options", json(options)],
     ["Directory", fact(dir)], ["Ended", time(completed_at)],
   ]);
-  const short = error ? long(error, "bad") : long(fact(ref));
-  return [short, h("details", {}, h("summary", {}, "More"), h("dl", {}, ...more))];
+  const short = error ? long(error, "bad") : long(link(ref));
+  const repeat = h("button", {class: "again", "data-again": plain(id)}, "Deploy again");
+  return [short, h("details", {}, h("summary", {}, "More"), h("dl", {}, ...more)), repeat];
+}
+
+/** The speed of a fetch and the time left, as the last looks at it tell; "" before the second. */
+function pace(id, done, total) {
+  const looks = [...paces.get(id) ?? [], [performance.now() / 1000, done]].slice(-10);
+  paces.set(id, looks);
+  const [since, before] = looks[0], speed = (done - before) / (looks.at(-1)[0] - since);
+  return speed > 0 ? `, ${bytes(speed)}/s, ${duration(Math.ceil((total - done) / speed) * 1000)} left` : "";
 }
 
 function progress({id, progress, created_at}) {
@@ -3207,7 +3241,8 @@ function progress({id, progress, created_at}) {
   }
   const words = files_done === files_total
     ? `${bytes(bytes_total)} in ${fileCount(files_total)}: the deployer is working`
-    : `${bytes(bytes_done)} of ${bytes(bytes_total)}, ${count(files_done)} of ${fileCount(files_total)}`;
+    : `${bytes(bytes_done)} of ${bytes(bytes_total)}, ${count(files_done)} of ${fileCount(files_total)}`
+      + pace(plain(id), Number(plain(bytes_done)), Number(plain(bytes_total)));
   return [h("progress", {"aria-label": name, value: bytes_done, max: bytes_total || 1}), words];
 }
 
@@ -3241,11 +3276,17 @@ async function audit() {
   $("files-region").ariaBusy = null;
 }
 
-function openDeploy() {
+/** Opens the dialog; with the options of an earlier deployment typed in, and at its deployer, to deploy again. */
+function openDeploy(earlier) {
   $("deploy-title").textContent = `Deploy ${titleOf(model)}`;
   for (const deployer of deployers) if (!choices.has(deployer.name)) choices.set(deployer.name, newChoice(deployer));
   $("choices").replaceChildren(...deployers.map(({name}) => choices.get(name)));
   $("deploy-dialog").showModal();
+  if (!earlier) return;
+  const {options, deployer} = earlier, given = Object.keys(options).length;
+  $("options").value = given ? JSON.stringify(options) : "";
+  clearBadOptions();
+  (choices.get(deployer)?.querySelector("button") ?? $("deploy-title")).focus({focusVisible: true});
 }
 
 function newChoice({name, description}) {
@@ -3274,7 +3315,7 @@ async function deploy(deployer, status) {
 }
 
 const result = ({status, ref, error, duration_ms}) =>
-  [label(status), " ", h("span", {class: "muted"}, duration(duration_ms)), error ? long(error, "bad") : long(ref)];
+  [label(status), " ", h("span", {class: "muted"}, duration(duration_ms)), error ? long(error, "bad") : long(ref && link(ref))];
 
 /** The options as typed, "" for none; undefined when they are no JSON object, which is then said at the field. */
 function typedOptions() {
@@ -3332,6 +3373,16 @@ $("key-form").addEventListener("submit", event => {
   attempt(load);
 });
 $("options").addEventListener("input", clearBadOptions);
+$("filter").addEventListener("input", filter);
+$("filter").addEventListener("keydown", ({key}) => {
+  if (key !== "Escape") return;
+  $("filter").value = "";
+  filter();
+});
+$("deployments").addEventListener("click", ({target}) => {
+  const id = target.dataset.again;
+  if (id) openDeploy(deployments.find(made => plain(made.id) === id));
+});
 $("models").addEventListener("click", ({target}) => {
   const row = target.closest("tbody tr");
   if (row && !target.closest("a")) location.hash = `model=${row.dataset.key}`;

@@ -5019,12 +5019,41 @@ def test_page_follows_the_bytes_then_the_deployer(
         until(lambda: app.newest(model).get("status") == "running")
         page.go(f"{app.url}/admin#model={model}")
         page.see("running", "2.5 kB of 4 kB, 1 of 2 files")
+        assert " left" not in page.text()  # nothing arrives
         assert page.run(position, page.find("progressbar")) == 0.625
         arrive.set()
         page.see("4 kB in 2 files: the deployer is working")
         assert page.run(position, page.find("progressbar")) == 1
         held.release.set()
         page.see("completed", "released")
+
+
+def test_page_tells_the_speed_and_the_time_left_of_a_fetch(
+    page: Browser, serve: Serve, sidecar: Sidecar
+) -> None:
+    step, size = threading.Semaphore(0), 4_000_000
+
+    def halting(connection: socket.socket, data: bytes, start: int) -> None:
+        connection.sendall(head(200, f"Content-Length: {size}"))
+        for at in range(0, size, 1_000_000):
+            connection.sendall(data[at : at + 1_000_000])
+            step.acquire(timeout=20)
+
+    files = {"a": payload(size)}
+    sidecar.add(files)
+    sidecar.script["a"] = [halting]
+    app = serve()
+    model = app.record(files)
+    with app.start_deploy(model, "ok"):
+        until(lambda: app.progress(model).get("bytes_done") == 1_000_000)
+        page.go(f"{app.url}/admin#model={model}")
+        page.see("1 MB of 4 MB, 0 of 1 file")
+        assert "/s" not in page.text()
+        step.release()
+        page.see("2 MB of 4 MB, 0 of 1 file, ", "kB/s, ", " s left")
+        for _ in range(3):
+            step.release()
+        page.see("completed")
 
 
 def test_page_shows_ten_reports_of_a_deployer(
@@ -5264,6 +5293,133 @@ def test_page_shows_a_hostile_model_literally(page: Browser, serve: Serve, tmp_p
     assert page.run("return [typeof ran, document.images.length]") == ["undefined", 0]
 
 
+PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": False}
+EXACT = '{"temperature":1.0,"seed":9007199254740993,"nested":{"list":[100.0,"x"]}}'
+
+
+def test_page_deploys_again_with_every_number_as_stored(
+    page: Browser, serve: Serve, sidecar: Sidecar
+) -> None:
+    page.devtools("Emulation.setDeviceMetricsOverride", **PHONE)
+    app = serve(trained_model_deployers=DEPLOYERS)
+    model = show(page, app, sidecar, name="mine")
+    path = f"/models/{model}/deployments"
+    assert app("POST", path, f'{{"deployer": "ok", "options": {EXACT}}}'.encode()).status == 200
+    assert app.deploy(model, "echo").status == 200
+    page.reload()
+    for row, deployer, typed in (("1", "ok", EXACT), ("2", "echo", "")):
+        button = page.run(
+            "return document.querySelector(`#deployments tr[data-key='${arguments[0]}'] button`)",
+            row,
+        )
+        page.run("arguments[0].focus()", button)
+        page.keys("Enter")  # by the keyboard alone from here on
+        entry = page.find("listitem", deployer, page.find("dialog", "Deploy mine"))
+        assert page.run("return arguments[0].value", page.find("textbox")) == typed
+        assert page.focused() == ("button", "Deploy")
+        assert page.run("return arguments[0].contains(document.activeElement)", entry)
+        page.keys("Enter")
+        page.see("completed", part=entry)
+        page.keys("Escape")
+        assert page.focused() == ("button", "Deploy again")
+    answer = app("GET", path).body.decode()
+    assert answer.count(f'"options":{EXACT}') == 2
+    assert len(app.history(model)) == 4
+
+
+def test_page_deploys_again_only_what_has_ended_and_without_its_deployer_too(
+    page: Browser, serve: Serve, sidecar: Sidecar, tmp_path: Path
+) -> None:
+    held = Held()
+    app = serve(trained_model_deployers={"held": held})
+    model = show(page, app, sidecar)
+    with contextlib.closing(gligabao.open_store(str(tmp_path / "gligabao.db"))) as store:
+        gone = store.record_trained_model_deployment(model, "gone", {"a": 1})
+        store.finish_trained_model_deployment(gone, "failed", "", "", None, "no", 1)
+    with app.start_deploy(model, "held"):
+        until(lambda: app.newest(model)["status"] == "running")
+        page.reload()
+        page.see("running", "gone")
+        assert page.run("return document.querySelectorAll('#deployments button').length") == 1
+        page.click("button", "Deploy again")
+        assert page.find("dialog", "Deploy job-1")
+        assert page.run("return arguments[0].value", page.find("textbox")) == '{"a":1}'
+        assert page.focused() == ("heading", "Deploy job-1")
+        held.release.set()
+
+
+@pytest.mark.parametrize(
+    ("ref", "is_link"),
+    [
+        ("https://example.org/m/1?a=1&b=<2>", True),
+        ("HTTP://example.org", True),
+        ("javascript:alert(1)", False),
+        ("data:text/html,<b>", False),
+        ("//example.org/x", False),
+        ("see https://example.org", False),
+        ("https://example.org and more", False),
+        ("file:///etc/passwd", False),
+    ],
+)
+def test_page_links_what_is_a_url_of_the_web_and_nothing_else(
+    page: Browser, serve: Serve, sidecar: Sidecar, ref: str, is_link: bool
+) -> None:
+    app = serve(trained_model_deployers={"it": lambda ctx, req: DeployTrainedModelResult(ref)})
+    show(page, app, sidecar)
+    page.click("button", "Deploy")
+    page.see("completed", ref, part=page.press("it"))
+    page.keys("Escape")
+    page.see(ref, part=page.find("region", "Deployments"))
+    found = page.run(
+        "return [...document.querySelectorAll('#deployments a, #choices a')]"
+        ".map(a => [a.getAttribute('href'), a.target, a.rel])"
+    )
+    assert found == [[ref, "_blank", "noreferrer"]] * (3 if is_link else 0)
+
+
+def test_page_filters_500_models_as_one_types(page: Browser, lite: App, tmp_path: Path) -> None:
+    page.devtools("Emulation.setDeviceMetricsOverride", **PHONE)
+    page.devtools(
+        "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}]
+    )
+    with direct(str(tmp_path / "gligabao.db")) as sql:
+        sql(
+            "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 500) INSERT"
+            " INTO gb_trained_models (name, job_id, base_model, params, files, created_at) SELECT"
+            " 'Adapter ' || i, 'job-' || i, iif(i = 7, 'Llama', ''), '{}', '[]', '' FROM n"
+        )
+    page.go(f"{lite.url}/admin#model=3")
+    page.see("Adapter 3", part=page.find("region", "Model actions"))
+    shown = "return [...document.querySelectorAll('#models tbody tr')].filter(e => e.checkVisibility()).length"
+    page.run("arguments[0].focus()", page.find("textbox", "Filter models"))
+    begun = time.monotonic()
+    for typed, count in (("LLAMA", 1), ("job-49", 11), ("adapter 2", 111), ("no such", 0)):
+        page.keys(*typed)
+        page.see(f"{count} of 500 models")
+        assert page.run(shown) == count
+        assert page.find("region", "Model actions")
+        escape = "arguments[0].dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape'}))"
+        page.run(escape, page.find("textbox"))  # not every browser empties the field by itself
+        assert page.run(shown) == 500
+    assert time.monotonic() - begun < 20
+    page.keys(*"llama")
+    page.run("dispatchEvent(new Event('focus'))")  # as when a window is looked at again
+    page.see("1 of 500 models")
+    assert page.run(shown) == 1
+    assert page.focused()[0] == "searchbox"
+
+
+def test_page_has_no_filter_for_a_few_models(page: Browser, lite: App) -> None:
+    for number in range(19):
+        lite.record(THREE, f"job-{number}")
+    page.go(f"{lite.url}/admin")
+    page.see("job-18")
+    assert not page.has("textbox", "Filter models")
+    lite.record(THREE, "job-19")
+    page.reload()
+    page.find("textbox", "Filter models")
+
+
 def test_page_deploys_by_the_keyboard_alone(page: Browser, serve: Serve, sidecar: Sidecar) -> None:
     def tab_to(role: str, name: str) -> None:
         for _ in range(20):
@@ -5308,8 +5464,7 @@ def test_page_fits_a_phone_without_sideways_scroll(
         const wide = e => e.checkVisibility() && scrolls(e) && over(e);
         return [...document.querySelectorAll("*")].filter(wide).map(e => e.outerHTML.slice(0, 80))"""
     page.expected = " 502 "
-    phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": False}
-    page.devtools("Emulation.setDeviceMetricsOverride", **phone)
+    page.devtools("Emulation.setDeviceMetricsOverride", **PHONE)
     app = serve(
         trained_model_deployers=[gligabao.TrainedModelDeployer("d" * 64, endless, "x" * 500)]
     )
