@@ -579,9 +579,11 @@ def test_public_names_are_documented_and_listed() -> None:
 
 def test_module_copied_alone_imports_quietly_and_only_the_standard_library(tmp_path: Path) -> None:
     shutil.copy(MODULE, tmp_path)
-    code = (
-        "import sys, threading; before = {*sys.modules}; sys.path.insert(0, '.'); import gligabao;"
-        "new = {name.split('.')[0] for name in {*sys.modules} - before} - {*sys.stdlib_module_names};"
+    code = (  # of the standard library is also what lies beside it, such as a helper without a name
+        "import os, sys, threading; before = {*sys.modules}; sys.path.insert(0, '.'); import gligabao;"
+        "files = {name: getattr(sys.modules[name], '__file__', None) for name in {*sys.modules} - before};"
+        "own = {name for name, file in files.items() if file and os.path.dirname(file) == os.path.dirname(os.__file__)};"
+        "new = {name.split('.')[0] for name in {*files} - own} - {*sys.stdlib_module_names};"
         "print(sorted(new), threading.active_count())"
     )
     done = subprocess.run(
@@ -4259,6 +4261,16 @@ def test_deploy_command_that_finds_nobody_says_so_in_a_line(tmp_path: Path) -> N
     assert len(done.stderr.splitlines()) == 1
 
 
+def pseudo_terminal() -> tuple[int, int]:
+    """The two ends of a terminal; a bare chroot has none to give."""
+    try:
+        return os.openpty()
+    except OSError:
+        if REQUIRED:
+            raise
+        pytest.skip("this machine gives no pseudo-terminal")
+
+
 def test_whole_job_is_done_from_a_terminal(
     serve: Serve, sidecar: Sidecar, tmp_path: Path, models: Path
 ) -> None:
@@ -4423,11 +4435,9 @@ def test_reader_that_has_seen_enough_is_no_failure(lite: App, tmp_path: Path) ->
 def test_deploy_command_shows_progress_on_a_terminal_and_leaves_when_interrupted(
     lite: App, sidecar: Sidecar
 ) -> None:
-    import pty
-
     sidecar.add({"a": b"1"})
     model = lite.record({"a": b"1"})
-    screen, terminal = pty.openpty()
+    screen, terminal = pseudo_terminal()
     process = subprocess.Popen(
         [sys.executable, str(MODULE), "deploy", str(model), "patient", "--url", lite.url],
         stdin=subprocess.DEVNULL,
@@ -4446,8 +4456,6 @@ def test_deploy_command_shows_progress_on_a_terminal_and_leaves_when_interrupted
 
 
 def test_deploy_command_shows_what_a_deployer_reports(serve: Serve, sidecar: Sidecar) -> None:
-    import pty
-
     steps, step = ["uploading \x1b[2J", "registering"], threading.Semaphore(0)
 
     def tells(ctx: Context, req: object) -> None:
@@ -4458,7 +4466,7 @@ def test_deploy_command_shows_what_a_deployer_reports(serve: Serve, sidecar: Sid
     app = serve(trained_model_deployers={"tells": tells})
     sidecar.add({"a": b"1"})
     model = app.record({"a": b"1"})
-    screen, terminal = pty.openpty()
+    screen, terminal = pseudo_terminal()
     process = subprocess.Popen(
         [sys.executable, str(MODULE), "deploy", str(model), "tells", "--url", app.url],
         stdin=subprocess.DEVNULL,
@@ -6221,6 +6229,49 @@ def test_recipe_of_vllm_loads_and_unloads_by_its_own_name(tmp_path: Path, httpse
         refused(Context(), req)
 
 
+class Cloud:
+    """Stands for boto3 and for a hub: keeps what is asked of it, and fails where it is told to."""
+
+    def __init__(self, *failing: str) -> None:
+        self.failing, self.asked = failing, []  # type: ignore[var-annotated]
+
+    def __getattr__(self, name: str) -> Any:
+        def act(*words: Any, **more: Any) -> Any:
+            self.asked.append((name, more.get("Key") or more.get("branch") or words[-1:]))
+            if name in self.failing:
+                raise OSError(f"{name} failed")
+            return self
+
+        return act
+
+
+RECIPES = {
+    "bucket": ("boto3.client", "upload_file", "delete_object"),
+    "hub": ("HfApi()", "create_commit", "delete_branch"),
+}
+
+
+@pytest.mark.parametrize(("name", "parts"), RECIPES.items(), ids=RECIPES)
+def test_recipe_that_cannot_clean_up_tells_the_cause_and_notes_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, parts: tuple[str, str, str]
+) -> None:
+    text, does, undoes = parts
+    req = deploy_request(tmp_path)
+    for failing, notes in (((does,), []), ((does, undoes), [f"{undoes} failed"])):
+        cloud = Cloud(*failing)
+        for module in ("boto3", "huggingface_hub"):
+            monkeypatch.setitem(sys.modules, module, cloud)  # type: ignore[arg-type]
+        deploy = recipe(text, name, HfApi=lambda: cloud)  # noqa: B023
+        with pytest.raises(OSError, match=f"^{does} failed") as caught:
+            deploy(Context(), req)
+        told = getattr(caught.value, "__notes__", [])
+        assert [note.rpartition(": ")[2] for note in told] == notes
+        assert undoes in [asked for asked, _ in cloud.asked]
+    cloud.failing = ()
+    assert "deploy-7" in deploy(Context(), req).ref
+    assert name == "hub" or cloud.asked[-1][0] == "close"
+
+
 def test_readmes_blocks_compile() -> None:
     for code in PYTHON_BLOCKS:
         compile(code, "README.md", "exec")
@@ -6248,6 +6299,182 @@ def test_readme_names_every_option_flag_route_status_and_variable(tmp_path: Path
     }
     for words in (options, flags, routes, variables, statuses - {"416"}):
         assert [word for word in sorted(words) if f"{word}" not in README] == []
+
+
+# What an operator pastes.
+
+
+def tool(name: str) -> str:
+    """The path of a program that not every machine has."""
+    if found := shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin"):
+        return found
+    if REQUIRED:
+        pytest.fail(f"{name} is missing, and GLIGABAO_TEST_REQUIRE is set")
+    pytest.skip(f"{name} is not on this machine")
+
+
+def pasted(kind: str, text: str = "") -> str:
+    """The README's only block of this kind that holds this text."""
+    blocks = re.findall(rf"```{kind}\n(.*?)```", README, re.DOTALL)
+    (found,) = (block for block in blocks if text in block)
+    return str(found)
+
+
+def test_readmes_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
+    unit = tmp_path / "gligabao.service"
+    for path in ("/usr/bin/python3", "/opt/gligabao/deploy.py"):
+        assert path in pasted("ini")
+    unit.write_text(pasted("ini").replace("/usr/bin/python3", sys.executable))
+    words = [tool("systemd-analyze"), "verify", "--man=no", "--generators=no", str(unit)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    said = [line for line in done.stderr.splitlines() if unit.name in line]
+    assert (done.returncode, said) == (0, []), done.stderr
+
+
+def test_readmes_service_survives_a_stop_and_a_new_key(tmp_path: Path) -> None:
+    source = block("gligabao.main(").replace("shutil.copytree", "ctx.wait(30)\n    shutil.copytree")
+    (tmp_path / "deploy.py").write_text(source)
+    shutil.copy(MODULE, tmp_path)
+    gligabao._make_adapter(tmp_path / "models" / "trained" / "my-job")
+    (line,) = re.findall("ExecStart=(.*)", pasted("ini"))
+    words = line.replace("/usr/bin/python3", sys.executable).replace("/opt/gligabao/", "")
+    words = words.replace("http://trainer:7879", "models").split()
+    (name,) = re.findall(r"echo \"(\w+)=", pasted("sh", "systemctl"))
+
+    @contextlib.contextmanager
+    def service(key: str) -> Iterator[Callable[..., Any]]:
+        """Start and stop it as systemd does."""
+        log = tmp_path / f"{key}.txt"
+        with open(log, "w") as out:
+            process = subprocess.Popen(
+                [*words, "--port", "0"], cwd=tmp_path, stderr=out, env=os.environ | {name: key}
+            )
+        try:
+            url = until(lambda: re.search(r"http://[\d.]+:\d+", log.read_text()))[0]
+            bearer = {"Authorization": f"Bearer {key}"}
+            yield lambda method, path, body=None: request(url, method, API + path, body, bearer)
+        finally:
+            process.terminate()
+            assert process.wait(20) == 0
+
+    path, body = "/models/1/deployments", {"deployer": "folder"}
+    with ThreadPoolExecutor(1) as pool:
+        with service("first") as ask:
+            assert ask("POST", "/models", {"job_id": "my-job"}).status == 201
+            answer = pool.submit(ask, "POST", path, body)
+            until(lambda: ask("GET", path).json["deployments"])
+        assert answer.result(20).status in (200, 502)
+    with service("second") as ask:
+        (row,) = ask("GET", path).json["deployments"]
+        assert row["status"] in ("completed", "failed")
+
+
+@pytest.mark.parametrize("key", [None, "k3y"], ids=["without a key", "with a key"])
+def test_readmes_nginx_block_serves_the_page_and_the_api_below_its_prefix(
+    page: Browser, serve: Serve, sidecar: Sidecar, tmp_path: Path, key: str | None
+) -> None:
+    app = serve(api_key=key)
+    sidecar.add(THREE)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    location = pasted("nginx").replace("http://127.0.0.1:7878", app.url)
+    assert int(re.findall(r"proxy_read_timeout (\d+)h;", location)[0]) >= 24
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    paths = "".join(f"{kind}_temp_path {tmp_path}/{kind};" for kind in kinds)
+    (tmp_path / "nginx.conf").write_text(
+        f"daemon off; pid {tmp_path}/pid; error_log {tmp_path}/nginx.log; events {{}} http {{"
+        f"access_log off; {paths} server {{ listen 127.0.0.1:{port};\n{location} }} }}"
+    )
+    words = [tool("nginx"), "-c", tmp_path / "nginx.conf", "-e", tmp_path / "nginx.log"]
+    nginx = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        url, env = f"http://127.0.0.1:{port}/gligabao", {"GLIGABAO_API_KEY": key or ""}
+        home = request(url, "GET", "/gligabao/")
+        assert (home.status, home.headers["Location"]) == (302, "admin")
+        headers = {"Authorization": f"Bearer {key}"}
+        body = {"job_id": "job-1", "files": listed(THREE)}
+        assert request(url, "POST", f"/gligabao{API}/models", body, headers).status == 201
+        done = run("deploy", "job-1", "ok", "--url", url, cwd=tmp_path, env=env)
+        assert json.loads(done.stdout)["ref"] == "ok-1"
+        page.expected = " 401 "
+        page.go(f"{url}/#model=1")
+        if key:
+            page.write("API key", key)
+            page.keys("Enter")
+        page.see("ok-1", part=page.find("region", "Deployments"))
+        page.click("button", "Deploy")
+        page.see("completed", "ok-2", part=page.press("ok"))
+        running = f"/gligabao{API}/models/1/deployments"
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            text = json.dumps({"deployer": "patient"})
+            head = f"POST {running} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAuthorization: Bearer {key}\r\n"
+            client.sendall(f"{head}Content-Length: {len(text)}\r\n\r\n{text}".encode())
+            until(lambda: "running" in request(url, "GET", running, None, headers).body.decode())
+        left = b"the client disconnected"
+        until(lambda: left in request(url, "GET", running, None, headers).body)
+    finally:
+        page.requests()
+        page.go(f"{app.url}/admin")  # else the page would miss its server
+        nginx.terminate()
+        nginx.wait(10)
+
+
+def test_readmes_container_runs_a_command_that_exists() -> None:
+    lines = dict(line.split(" ", 1) for line in pasted("dockerfile").splitlines())
+    python, script, *words = json.loads(lines["CMD"])
+    assert (python, script) == ("python", "/app/deploy.py")
+    assert gligabao._parser().parse_args(words).host == "0.0.0.0"
+    assert {script.rpartition("/")[2], MODULE.name} <= {*lines["COPY"].split()}
+
+
+def test_readmes_backup_is_whole_while_the_database_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sidecar: Sidecar, serve: Serve
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = serve(database="build/gligabao.db")
+    sidecar.add({"a": b"1"})
+    model = app.record({"a": b"1"})
+    with app.start_deploy(model, "patient"):
+        until(lambda: app.newest(model))
+        exec(block("database.backup(copy)"), {})
+    with contextlib.closing(gligabao.open_store("backup.db")) as store:
+        (row,) = store.list_trained_model_deployments(model)
+    assert row["status"] == "running"
+
+
+def test_readmes_counters_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[tuple[object, ...]] = []
+
+    class Metric:
+        """Stands for those of prometheus_client."""
+
+        def __init__(self, name: str, text: str, labels: list[str]) -> None:
+            self.name = name
+
+        def labels(self, *values: str) -> Metric:
+            seen.append((self.name, *values))
+            return self
+
+        def inc(self) -> None:
+            seen.append(("inc",))
+
+        def observe(self, seconds: float) -> None:
+            assert 0 <= seconds < 60
+
+    module = argparse.Namespace(Counter=Metric, Histogram=Metric)
+    monkeypatch.setitem(sys.modules, "prometheus_client", module)  # type: ignore[arg-type]
+    assert deployed(tmp_path, broken, system_event=recipe("prometheus_client.Counter", "count"))
+    assert seen == [
+        ("gligabao_deployments", "it", "failed"),
+        ("inc",),
+        ("gligabao_deployment_seconds", "it"),
+    ]
+
+
+def test_readmes_shell_lines_are_shell() -> None:
+    for lines in re.findall(r"```sh\n(.*?)```", README, re.DOTALL):
+        assert subprocess.run(["sh", "-n"], input=lines.encode()).returncode == 0
 
 
 def test_readmes_promises_are_kept_by_tests_that_exist() -> None:
