@@ -107,7 +107,8 @@ __all__ = [
 ]
 
 # ---- limits --------------------------------------------------------------------------------------
-# What users meet and tests shorten; read when used. A number that one rule needs stands beside it.
+# Numbers that users meet and tests shorten; each is read at the moment it is used. A number that only
+# one rule needs stands beside that rule.
 
 CONNECT_TIMEOUT_S = 10  # a sidecar that is up takes a connection in milliseconds
 STALL_TIMEOUT_S = 60  # storage behind a sidecar may take its time to wake up, not longer
@@ -117,7 +118,7 @@ STOP_GRACE_S = 10  # what a stopping server leaves its running deployments
 RETRY_PAUSES_S = (0.2, 0.4, 0.8, 1.6)  # between attempts that get no further: five in all
 BUSY_TIMEOUT_S = 10  # waiting for a database that somebody else has locked
 FINISH_TIMEOUT_S = 30  # trying to record how a deployment ended; any answer of PostgreSQL
-LOOK_INTERVAL_S = 0.2  # how often a server looks for clients that left, and deadlines
+LOOK_INTERVAL_S = 0.2  # how often a server looks for clients that left, and for deadlines
 BLOCK_BYTES = 256 * 1024  # one read of a file or the network: small enough for a core's cache
 SMALL_BYTES = 1024 * 1024  # files of less in all are not worth threads of their own
 
@@ -138,7 +139,7 @@ def _escape(text: str) -> str:
 
 
 def _escape_controls(record: logging.LogRecord) -> bool:
-    """Keep one event on one line, and foreign control characters out of a terminal."""
+    """Keep each record of the log on one line, and control characters out of a terminal."""
     record.msg = _escape(record.getMessage())
     record.args = ()
     return True
@@ -147,13 +148,14 @@ def _escape_controls(record: logging.LogRecord) -> bool:
 log.addFilter(_escape_controls)
 
 # ---- errors and types ----------------------------------------------------------------------------
-# Knows the nouns, their JSON and what can go wrong; knows nobody. May use: limits.
+# Knows the nouns, their JSON and what can go wrong, and nobody who uses them. May use: limits.
 
 Json = dict[str, Any]
+T = TypeVar("T")
 
 
 class Cancelled(Exception):
-    """Raised by work whose context was cancelled; its text is the reason."""
+    """Raised by work when its context was cancelled; the text is the reason."""
 
 
 class TrainingError(Exception):
@@ -353,12 +355,20 @@ def _traceback_of(error: BaseException) -> list[str]:
     return [_cut(line, 1000) for line in lines]
 
 
+def _file_from(entry: object) -> TrainedModelFile:
+    """Make a file of an entry in a model's list, unchecked: `_check_file` finds what is wrong."""
+    fields: Json = {"path": "", "size_bytes": None}
+    fields |= entry if isinstance(entry, dict) else {"path": entry}
+    digest = fields.get("sha256")
+    return TrainedModelFile(fields["path"], fields["size_bytes"], "" if digest is None else digest)
+
+
 # ---- context -------------------------------------------------------------------------------------
-# Knows cancellation, and neither who cancels nor what is cancelled. May use: types.
+# Knows how work is cancelled and how it reports, and nothing of the work. May use: types.
 
 
 class Context:
-    """Tells work that nobody waits for it any more.
+    """Tells a piece of work, such as a deployer's, that nobody waits for its result any more.
 
     A deployer looks at `cancelled`, waits with `wait` instead of sleeping, and calls
     `raise_if_cancelled` between its steps. `reason` says why. In return it says with `report` how
@@ -369,7 +379,7 @@ class Context:
         self.reason = ""
         self.reported: tuple[str, float | None] | None = None
         self._outer: Context | None = None
-        self.abandoned = False  # the server's: not even the answer to it is waited for any more
+        self.abandoned = False  # set by a server that stops: the work is recorded as failed now
         self._event = threading.Event()
         self._acts: list[Callable[[], object]] = []
         self._guard = threading.Lock()  # guards reason and _acts; held for a few instructions
@@ -388,7 +398,7 @@ class Context:
             self._event.set()
             acts = list(self._acts)
         for act in acts:
-            with contextlib.suppress(BaseException):  # a context that a deployer has broken
+            with contextlib.suppress(BaseException):  # a deployer may have overwritten its context
                 act()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -430,9 +440,9 @@ class Context:
 
     @contextlib.contextmanager
     def _inner(self, limit_s: float | None = None) -> Iterator[Context]:
-        """Yield a context that is cancelled with this one, after `limit_s` seconds, or alone.
+        """Yield a context that is cancelled when this one is, and after `limit_s` seconds.
 
-        What is reported to it is reported to this one too.
+        Cancelling it leaves this one alone; what is reported to it is reported to this one too.
         """
         inner = Context()
         inner._outer = self
@@ -448,14 +458,14 @@ class Context:
 
 
 # ---- wire ----------------------------------------------------------------------------------------
-# Knows HTTP/1.1: framing, deadlines, who may come in, errors as JSON. Knows no route but the page's,
-# to which other sites may link: each server gives a table of them. May use: context, types.
+# Knows HTTP/1.1: framing, deadlines, who may come in, errors as JSON. Each server gives it a table of
+# routes; of these it knows the page's alone, to which other sites may link. May use: context, types.
 
-SEND_BYTES = 64 * 1024  # what a client that reads an answer takes, at the least, in IDLE_TIMEOUT_S
+SEND_BYTES = 64 * 1024  # a client must take at least so much of its answer in IDLE_TIMEOUT_S
 MAX_HEAD_BYTES = 64 * 1024  # no client needs more for a request's line and headers
 MAX_BODY_BYTES = 1024 * 1024  # options are 64 KiB at most; a model with thousands of files fits too
 _STATUS_OF_KIND = {"invalid": 400, "upstream": 502, "internal": 500, "unavailable": 503}
-# Without POLLRDHUP (macOS) a client that pipelined a request hides its leaving behind those bytes.
+# Without POLLRDHUP (macOS) a client that sent its next request too is not seen to leave after that.
 _LEAVING = getattr(select, "POLLRDHUP", select.POLLIN)
 
 
@@ -474,7 +484,7 @@ def _malformed(text: str) -> _Refusal:
 
 
 class _Gone(Exception):
-    """The client left in the middle of its request; nobody is to be answered."""
+    """The client left in the middle of its request: there is nobody to answer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -493,7 +503,7 @@ _ENCODER = json.JSONEncoder(
 
 
 def _json_text(value: object) -> str:
-    # Rows that others damaged may hold what JSON does not: bytes become text, infinity null.
+    # A row that another program wrote may hold what JSON cannot: bytes become text, infinity null.
     try:
         return _ENCODER.encode(value)
     except ValueError:
@@ -511,7 +521,7 @@ def _json_answer(status: int, value: object, headers: Mapping[str, str] = {}) ->
 
 
 def _error_answer(error: Exception) -> _Answer:
-    """Map what a handler raises to its answer; the only place that does."""
+    """Return the answer to what a handler raised; no other place maps errors to statuses."""
     match error:
         case _Refusal():
             return _json_answer(error.status, {"error": str(error)}, error.headers)
@@ -572,17 +582,17 @@ Route = Callable[..., _Answer]
 Routes = Sequence[tuple[str, Mapping[str, Route]]]
 
 
-# The library's parser takes more than this: folded lines, a lone CR, blanks around a name, HTTP/0.9.
-# To a proxy in front these may mean another request than to us.
+# The library's parser takes more than these: folded lines, a lone CR, blanks around a name, HTTP/0.9.
+# A proxy in front could read another request in such bytes than we do.
 _REQUEST_LINE = re.compile(rb"[!-~]+ [!-~]+ HTTP/1\.[0-9]+\r?\n")
 _HEADER_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*)?\r?\n")
 
 
 class _Headers(http.client.HTTPMessage):
-    """Headers of a request; whatever type its body has, the parser must not look for parts in it."""
+    """The headers of a request, of which the parser would otherwise read a multipart body as a part."""
 
     def get_content_type(self) -> str:
-        """Return the type by which the parser goes on after the headers."""
+        """Tell the parser that every body is plain text."""
         return "text/plain"
 
 
@@ -754,10 +764,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return self.server.watch(self.connection)
 
     def _send(self, answer: _Answer) -> None:
-        """Write the answer, a small one at once; a file follows in the kernel's own copy.
+        """Write the answer, a small one in one write; the kernel copies the bytes of a file.
 
-        The socket itself has no time-out, with which Python would wait before each call: the
-        deadline ends a write that gets nowhere, as it ends a read.
+        A write that gets nowhere ends at the connection's deadline, as a read does. The socket has no
+        time-out of its own, since Python would then poll before each call.
         """
         length = answer.part[2] if answer.part else len(answer.body)
         lines = [
@@ -790,7 +800,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             offset, count = offset + sent, count - sent
 
     def _close_politely(self) -> None:
-        """Let the client read its answer first: unread bytes would reset the connection."""
+        """Let the client read its answer: to close with bytes of it unread resets the connection."""
         _hang_up(self.connection, socket.SHUT_WR)
         self.server.set_deadline(self.connection, 1)
         left = MAX_BODY_BYTES
@@ -851,7 +861,7 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
         self.server_port = int(self.server_address[1])
 
     def get_request(self) -> Any:
-        """Accept a connection; take a breath where there is no free descriptor for it."""
+        """Accept a connection; pause where that fails, as it does while no descriptor is free."""
         try:
             return super().get_request()
         except OSError:
@@ -860,7 +870,7 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Take note of a new connection, then serve it in a thread of its own."""
-        request.settimeout(None)  # whatever default a deployer has set for the process
+        request.settimeout(None)  # a deployer may have set a default for all sockets
         self.set_deadline(request, IDLE_TIMEOUT_S)
         super().process_request(request, client_address)
 
@@ -930,13 +940,13 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
                 self._watched[connection].abandoned = True
             for connection in self._deadlines.keys() - given_up:
                 _hang_up(connection)  # its client does not read the answer
-            # What was given up is now recorded, which takes long where the database is in trouble.
+            # Those given up are being recorded, which takes long while the database is in trouble.
             limit_s = 2 * STOP_GRACE_S + BUSY_TIMEOUT_S
             self._guard.wait_for(lambda: given_up.isdisjoint(self._deadlines), limit_s)
 
 
 # ---- deployers -----------------------------------------------------------------------------------
-# Knows the naming rules of deployers, and nothing of what they do. May use: types.
+# Knows the naming rules of deployers, and nothing of what they do. May use: context, types.
 
 DeployTrainedModelFunc = Callable[
     [Context, DeployTrainedModelRequest], DeployTrainedModelResult | None
@@ -995,7 +1005,7 @@ def resolve_deployers(registry: Registry | None) -> list[TrainedModelDeployer]:
 
 
 # ---- store ---------------------------------------------------------------------------------------
-# Knows SQL, drivers and rows; not what a record means to anybody. May use: types.
+# Knows SQL, drivers and rows, and not what a record means. May use: types.
 
 _MODEL_COLUMNS = (
     "id, name, job_id, base_model, model_size, dataset, num_examples, num_train_steps, final_loss,"
@@ -1026,7 +1036,10 @@ def _now() -> str:
 
 
 def _stored(text: object, kind: type[Any]) -> Any:
-    """Return the value of a column of JSON text; what others damaged reads as an empty one."""
+    """Return the value of a column that holds JSON text of this kind, such as dict.
+
+    What other programs wrote there may be anything else: it is read as an empty one.
+    """
     if text == "{}":
         return {}
     try:
@@ -1037,14 +1050,6 @@ def _stored(text: object, kind: type[Any]) -> Any:
     except (ValueError, TypeError, RecursionError):
         return kind()
     return value if end == len(stripped) and isinstance(value, kind) else kind()
-
-
-def _file_from(entry: object) -> TrainedModelFile:
-    """Return an entry of a model's list as it is; `_check_file` says what is wrong with it."""
-    fields: Json = {"path": "", "size_bytes": None}
-    fields |= entry if isinstance(entry, dict) else {"path": entry}
-    digest = fields.get("sha256")
-    return TrainedModelFile(fields["path"], fields["size_bytes"], "" if digest is None else digest)
 
 
 def _model_from(row: Sequence[Any]) -> TrainedModel:
@@ -1132,16 +1137,13 @@ class _Store:
         rows = self._rows(f"SELECT {_MODEL_COLUMNS} FROM gb_trained_models WHERE id = ?", id)
         return _model_from(rows[0]) if rows else None
 
-    def find_trained_model(self, job_id: str) -> TrainedModel | None:
-        """Return the model of a job, or None when there is none."""
-        sql = f"SELECT {_MODEL_COLUMNS} FROM gb_trained_models WHERE job_id = ?"
-        rows = self._rows(sql, job_id)
-        return _model_from(rows[0]) if rows else None
-
-    def list_trained_models(self, limit: int = 100) -> list[TrainedModel]:
-        """Return the newest models first, at most `limit`."""
-        sql = f"SELECT {_MODEL_COLUMNS} FROM gb_trained_models ORDER BY id DESC LIMIT ?"
-        return [_model_from(row) for row in self._rows(sql, limit)]
+    def list_trained_models(
+        self, limit: int = 100, job_id: str | None = None
+    ) -> list[TrainedModel]:
+        """Return the newest models first, at most `limit`; with a job's id only that job's."""
+        which, values = ("", []) if job_id is None else (" WHERE job_id = ?", [job_id])
+        sql = f"SELECT {_MODEL_COLUMNS} FROM gb_trained_models{which} ORDER BY id DESC LIMIT ?"
+        return [_model_from(row) for row in self._rows(sql, *values, limit)]
 
     def delete_trained_model(self, id: int) -> bool:
         """Delete the model and its deployments; return whether there was one."""
@@ -1223,7 +1225,7 @@ class _SQLite(_Store):
             for statement in self._tables().values():
                 writer.execute(statement)
             writer.execute("COMMIT")
-            # Opens the log's files for the reader, while there are descriptors to be had.
+            # The reader opens the log's files now, while there are free descriptors.
             self._connections[False].execute("SELECT id FROM gb_trained_models LIMIT 1").fetchone()
         except self._errors as error:
             self.close()
@@ -1234,7 +1236,7 @@ class _SQLite(_Store):
             raise sqlite3.DatabaseError(f"the database {path}: {why}") from error
 
     def _open(self) -> None:
-        """Open both connections anew: what is wrong with one is in the locks that they share."""
+        """Open both connections anew: they share their locks, which only closing both sets free."""
         with self._locks[True], self._locks[False]:
             if self._usable:  # another thread was first
                 return
@@ -1279,7 +1281,7 @@ class _SQLite(_Store):
             return []
         except sqlite3.OperationalError as error:
             if re.match("SQLITE_(IOERR|PROTOCOL)", getattr(error, "sqlite_errorname", "")):
-                self._usable = False  # nor does it become so again by itself
+                self._usable = False  # it never recovers from these by itself
             if "decode" not in str(error):
                 raise
             # Others wrote what is no UTF-8: from now on this connection reads it, more slowly.
@@ -1290,10 +1292,46 @@ class _SQLite(_Store):
 
     def close(self) -> None:
         """Close both connections."""
-        with self._locks[True], self._locks[False]:  # under a running statement it is a crash
+        with self._locks[True], self._locks[False]:  # closing under a statement would crash
             for connection in self._connections.values():
                 connection.close()
-            self._usable = True  # what comes late finds them closed
+            self._usable = True  # so that a late statement opens nothing: it fails
+
+
+def _text_of_times(psycopg: Any) -> Any:
+    """Return a loader of times as text, in RFC 3339 as far as it reaches: infinity is no datetime."""
+
+    class Time(psycopg.types.string.TextLoader):  # type: ignore[misc]
+        def load(self, data: Any) -> str:
+            text = str(super().load(data))
+            return text[:-3].replace(" ", "T") + "Z" if text.endswith("+00") else text
+
+    return Time
+
+
+def _bounded_connection(psycopg: Any) -> Any:
+    """Return a class of connections that wait no longer than FINISH_TIMEOUT_S for an answer.
+
+    libpq waits without end, even for the answer to a query that it could not send.
+    """
+
+    class Bounded(psycopg.Connection):  # type: ignore[misc]
+        def wait(self, gen: Any, *args: Any, **options: Any) -> Any:
+            end = time.monotonic() + FINISH_TIMEOUT_S
+
+            def bounded() -> Any:
+                try:
+                    ready = yield next(gen)
+                    while time.monotonic() < end:
+                        ready = yield gen.send(ready)
+                except StopIteration as done:
+                    return done.value
+                self.close()
+                raise TimeoutError(f"it did not answer for {FINISH_TIMEOUT_S} s")
+
+            return super().wait(bounded(), *args, **options)
+
+    return Bounded
 
 
 class _PostgreSQL(_Store):
@@ -1320,34 +1358,10 @@ class _PostgreSQL(_Store):
         except psycopg.ProgrammingError:
             raise ValueError("the database's URL is malformed") from None  # it may hold a password
 
-        class Time(psycopg.types.string.TextLoader):
-            """Times as text, in RFC 3339 as far as it reaches: infinity and BC are no datetime."""
-
-            def load(self, data: Any) -> str:
-                text = str(super().load(data))
-                return text[:-3].replace(" ", "T") + "Z" if text.endswith("+00") else text
-
-        class Bounded(psycopg.Connection[Any]):
-            """A connection that waits for no answer without end, as libpq does, sent or unsent."""
-
-            def wait(self, gen: Any, *args: Any, **options: Any) -> Any:
-                end = time.monotonic() + FINISH_TIMEOUT_S
-
-                def bounded() -> Any:
-                    try:
-                        ready = yield next(gen)
-                        while time.monotonic() < end:
-                            ready = yield gen.send(ready)
-                    except StopIteration as done:
-                        return done.value
-                    self.close()
-                    raise TimeoutError(f"it did not answer for {FINISH_TIMEOUT_S} s")
-
-                return super().wait(bounded(), *args, **options)
-
         # Tables that others made may have JSON as such: it is read as the text it is to us.
         plain = psycopg.types.string.TextLoader
-        self._loaders = {"timestamptz": Time, "json": plain, "jsonb": plain}
+        times = _text_of_times(psycopg)
+        self._loaders = {"timestamptz": times, "json": plain, "jsonb": plain}
         self._errors = (psycopg.Error, OSError)
         # No prepared statements: they do not survive a pooler between us and the database.
         settings: Json = {
@@ -1355,7 +1369,8 @@ class _PostgreSQL(_Store):
             "connect_timeout": 4,
             "client_encoding": "UTF8",
         }
-        self._connect = functools.partial(Bounded.connect, url, autocommit=True, **settings)
+        connect = _bounded_connection(psycopg).connect
+        self._connect = functools.partial(connect, url, autocommit=True, **settings)
         self._idle: queue.LifoQueue[psycopg.Connection[Any] | None] = queue.LifoQueue()
         for _ in range(8):
             self._idle.put(None)
@@ -1384,7 +1399,7 @@ class _PostgreSQL(_Store):
             if connection is not None:
                 poller = select.poll()
                 poller.register(connection.fileno(), select.POLLIN)
-                if poller.poll(0):  # nothing was asked: this is the end of it
+                if poller.poll(0):  # nothing was asked, so this is the end of the connection
                     connection.close()
                     connection = None
             if connection is None:
@@ -1532,7 +1547,7 @@ def _open_in(directory: int, name: str, mode: str) -> io.FileIO:
 
 
 def _open_regular(name: str, directory: int) -> io.FileIO:
-    """Open a file for reading; a link or a device counts as none. Raises OSError."""
+    """Open a file for reading; a link or a device counts as missing. Raises OSError."""
     with contextlib.ExitStack() as held:
         try:
             file = held.enter_context(_open_in(directory, name, "r"))
@@ -1547,7 +1562,7 @@ def _open_regular(name: str, directory: int) -> io.FileIO:
 
 
 def _raise_if_passing(error: Exception) -> None:
-    """Raise an error that tells of this moment, and nothing of the file that was looked for."""
+    """Raise an error again that says nothing of the file, such as that no descriptor is free."""
     if getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO):
         raise error
 
@@ -1594,22 +1609,9 @@ def _digest(ctx: Context, file: io.FileIO) -> str:
 # ---- sidecar -------------------------------------------------------------------------------------
 # Knows the URLs of a sidecar, from both sides. May use: wire, files, context, types.
 
-T = TypeVar("T")
-
-
-class ModelFileFetcher(Protocol):
-    """Where the files of models come from; called from up to 8 threads at once."""
-
-    def download_model_file(self, ctx: Context, model_path: str, file: str, w: Any) -> None:
-        """Write the bytes of one file to `w`, from `w.received` on.
-
-        `w.write(data)` raises when more than `w.size` bytes come; `w.restart()` forgets what was
-        received. Whatever this raises fails the deployment. Must end soon after a cancellation.
-        """
-
 
 class _Failed(Exception):
-    """An attempt that failed; below HTTP, or with a 5xx, it is worth trying `again`."""
+    """An attempt that failed; after a failure below HTTP or a 5xx it is worth trying `again`."""
 
     def __init__(self, text: str, *, again: bool = False) -> None:
         super().__init__(text)
@@ -1640,7 +1642,7 @@ def _dial(
     timeout: float,
     source: object = None,
 ) -> socket.socket:
-    """Connect; while `held` is open, a cancelled context ends whatever waits for the socket."""
+    """Connect; until `held` is closed, cancelling the context ends each wait for the socket."""
     failure: OSError | None = None
     for family, kind, protocol, _, where in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
         with contextlib.ExitStack() as opened:
@@ -1845,7 +1847,7 @@ class SidecarClient:
             self._copy(ctx, response, w)
 
     def _copy(self, ctx: Context, response: http.client.HTTPResponse, w: Any) -> None:
-        """Write the body to `w`; the writer's own failures are not the connection's."""
+        """Write the body to `w`. What the writer raises is final, what the connection does is not."""
         why = ""
         while True:
             try:
@@ -1993,6 +1995,17 @@ class _SidecarDirectory:
 # argument. May use: files, context, types.
 
 
+class ModelFileFetcher(Protocol):
+    """Where the files of models come from; called from up to 8 threads at once."""
+
+    def download_model_file(self, ctx: Context, model_path: str, file: str, w: Any) -> None:
+        """Write the bytes of one file to `w`, from `w.received` on.
+
+        `w.write(data)` raises when more than `w.size` bytes come; `w.restart()` forgets what was
+        received. Whatever this raises fails the deployment. Must end soon after a cancellation.
+        """
+
+
 class _HashBehind:
     """A sha256 that a second thread computes, up to 4 blocks behind who writes them."""
 
@@ -2050,7 +2063,7 @@ class _Incoming:
 
     def write(self, data: bytes) -> None:
         """Append bytes; raises TrainingError for more than recorded, OSError for the disk's."""
-        # A copy, unless it is bytes: the caller may use its buffer again.
+        # What is not bytes is copied, since the caller may use its buffer again.
         block = data if isinstance(data, bytes) else bytes(memoryview(data))
         with self._guard:
             if self._file is None:
@@ -2058,7 +2071,7 @@ class _Incoming:
             rest, end = memoryview(block), self.received + len(block)
             if end > self.size:
                 raise _upstream(f"{self.path}: expected {self.size} bytes, got more")
-            while rest:  # where it belongs: a write that failed half-way may be tried again
+            while rest:  # by its offset, so that a write that failed half-way can be tried again
                 rest = rest[os.pwrite(self._file.fileno(), rest, end - len(rest)) :]
             self._hash.update(block)
             self.received = end
@@ -2241,7 +2254,7 @@ def _bytes_free(dir: Path) -> int:
 
 
 def _leftovers(dir: Path, files: Sequence[_Incoming], *, remove: bool) -> bool:
-    """Say whether temporary files lie in a model's directories; to `remove` them needs the lock."""
+    """Say whether a dead fetch left temporary files; whoever lets them be removed holds the lock."""
     found = False
     places = {(*file.folders[:n],) for file in files for n in range(len(file.folders) + 1)}
     for folders in places:
@@ -2301,7 +2314,7 @@ def _fetch_locked(
             _each(inner, wanted, functools.partial(_download, fetcher, model_path, alone))
         except Cancelled as cancelled:
             ctx.raise_if_cancelled()
-            if not inner.cancelled:  # the fetcher raised it of its own
+            if not inner.cancelled:  # the fetcher raised it without having been asked to end
                 raise
             raise _upstream(f"the files were not fetched: {cancelled}") from None
 
@@ -2333,8 +2346,8 @@ def fetch_model_files(
         raise _upstream("the trained model has no recorded files")
     progress.files = files = [_Incoming(dir, file) for file in model.files]
     try:
-        # Reading needs no lock, as real names never hold half a file: what is complete deploys
-        # where nothing can be written, and deployments of a model that is there wait for nobody.
+        # Reading needs no lock, since a real name never holds half a file. So a complete model deploys
+        # where nothing can be written, and waits for nobody.
         _each(ctx, files, _look, small_bytes=SMALL_BYTES)
         if not progress.complete or _leftovers(dir, files, remove=False):
             dir.parent.mkdir(parents=True, exist_ok=True)
@@ -2350,8 +2363,8 @@ def fetch_model_files(
 
 
 # ---- deployment ----------------------------------------------------------------------------------
-# Knows what happens next and what is recorded when, of models and of deployments. Knows no route and
-# no status. May use: fetch, sidecar, files, store, deployers, context, types.
+# Knows the order of the steps, and what is recorded when. Knows no route and no status of HTTP.
+# May use: fetch, sidecar, files, store, deployers, context, types.
 
 _WHOLE = range(-(1 << 63), 1 << 63)  # what both databases hold
 
@@ -2514,7 +2527,7 @@ def _plain_result(result: Any) -> tuple[str, Json]:
 
 
 def _log_traceback(deploy_id: int, error: BaseException) -> None:
-    """Log where foreign code raised this, a record each line; what is ours says enough as it is."""
+    """Log where foreign code raised this, a record each line; our own errors say enough in words."""
     if not issubclass(type(error), Cancelled | TrainingError):
         for line in _traceback_of(error):
             log.warning("deployment %d | %s", deploy_id, line)
@@ -2573,14 +2586,14 @@ def _fetch_and_call(
 
 
 class _Interrupted(Cancelled):
-    """Stands for the Ctrl-C of a script that waited for a deployment."""
+    """The outcome of a deployment for which a script waited until Ctrl-C interrupted it."""
 
 
 def _abandonable(ctx: Context, work: Callable[[], T]) -> T | BaseException:
-    """Return what `work` returns or raises, in a thread of its own, or Cancelled when abandoned.
+    """Run `work` in a thread of its own; return what it returns or raises.
 
-    Nothing ends a deployer that does not listen: only from another thread can its deployment be
-    recorded when the server stops. What it returns later is dropped.
+    Nothing can end a deployer that ignores its context. So that its deployment is recorded when the
+    server stops, this stops waiting then and returns Cancelled; what comes later is dropped.
     """
     outcome: list[T | BaseException] = []
 
@@ -2588,7 +2601,7 @@ def _abandonable(ctx: Context, work: Callable[[], T]) -> T | BaseException:
         try:
             outcome.append(work())
         except Exception as error:  # whatever it is, it is recorded
-            # Their frames would keep open, until the next collection, what foreign code had open.
+            # Its frames would keep open what the deployer had open, until the next collection.
             error.__cause__ = error.__context__ = None
             outcome.append(error.with_traceback(None))
 
@@ -2609,7 +2622,7 @@ def _judge(ctx: Context, outcome: tuple[str, Json] | BaseException) -> tuple[str
     """Return the ref, the details and the error that are recorded for what the deployer did."""
     if not isinstance(outcome, BaseException):
         ref, details = outcome
-        if not ctx.cancelled or ctx.reason == SERVER_STOPPING:  # a result in time counts
+        if not ctx.cancelled or ctx.reason == SERVER_STOPPING:  # it came within the grace
             return ref, details, ""
         return "", {}, _cut(f"{ctx.reason}; the deployer returned ref {ref}")
     error = _text_of(outcome)
@@ -3406,7 +3419,8 @@ if (document.body.dataset.training === "on") {
 """
 
 # ---- HTTP ----------------------------------------------------------------------------------------
-# Knows routes and their forms in JSON. May use: deployment, store, sidecar, wire, page, types.
+# Knows routes and their forms in JSON. May use: page, deployment, fetch, sidecar, store, deployers,
+# wire, types.
 
 
 def _csp_hash(tag: str) -> str:
@@ -3422,7 +3436,7 @@ def _kept_text(row: tuple[Any, ...]) -> str:
 
 
 def _deployment_text(row: tuple[Any, ...]) -> str:
-    """Return a row as JSON; a short one is kept: what has ended stays, and is asked for each second."""
+    """Return a row as JSON. That of short rows is kept, since a page asks for them each second."""
     _, _, _, options, _, dir, ref, details, error, *_ = row
     short = len(f"{options}{dir}{ref}{details}{error}") < 2000
     return (_kept_text if short else _kept_text.__wrapped__)(row)
@@ -3494,10 +3508,7 @@ class _API:
     def list_models(self, request: _Handler) -> _Answer:
         """Answer with the newest models, or with that of one job."""
         limit, job_id = self._limit(request), request.parameter("job_id")
-        if job_id is None:
-            models = self.store.list_trained_models(limit)
-        else:
-            models = [*filter(None, [self.store.find_trained_model(job_id)])]
+        models = self.store.list_trained_models(limit, job_id)
         return _json_answer(200, {"models": [_model_json(model) for model in models]})
 
     def record_model(self, request: _Handler) -> _Answer:
@@ -3506,9 +3517,10 @@ class _API:
         with request.watched() as ctx:
             model = record_model(ctx, self.store, self.sidecar, body)
         if model is None:
-            stored = self.store.find_trained_model(body["job_id"])
-            told = {"error": f"the job {body['job_id']} is recorded already"}
-            return _json_answer(409, told | ({"model": _model_json(stored)} if stored else {}))
+            told: Json = {"error": f"the job {body['job_id']} is recorded already"}
+            for stored in self.store.list_trained_models(1, body["job_id"]):
+                told["model"] = _model_json(stored)
+            return _json_answer(409, told)
         return _json_answer(201, _model_json(model))
 
     def get_model(self, request: _Handler, id: str) -> _Answer:
@@ -3649,19 +3661,19 @@ class Server:
 
 @contextlib.contextmanager
 def _until_stopped(stop: threading.Event | None = None) -> Iterator[Callable[[], None]]:
-    """Yield a function that waits for SIGINT, SIGTERM or `stop`, which may come before it is called.
+    """Yield a function that waits until SIGINT or SIGTERM has come, or `stop` is set.
 
-    A signal during the stop that follows is not obeyed twice.
+    Until the block ends, further signals change nothing.
     """
     stop = stop or threading.Event()
-    caught: list[int] = []  # a handler that set the event could meet the lock its waiter holds
+    caught: list[int] = []  # to set the event in a handler could wait for a lock its waiter holds
     handlers: dict[int, Any] = {}
     own = os.getpid()
 
     def catch(number: int, _: object) -> None:
         if os.getpid() == own:
             caught.append(number)
-        else:  # a process that a deployer forked, and wants to end
+        else:  # this is a process that a deployer forked, and is asked to end
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
@@ -3789,14 +3801,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _is_taken(port: int) -> bool:
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError:
-        return True
-    return False
-
-
 def _run_sidecar(options: Json) -> int:
     token = _secret(os.environ.get("GLIGABAO_SIDECAR_TOKEN"), "GLIGABAO_SIDECAR_TOKEN")
     routes = _SidecarDirectory(options["directory"]).routes()
@@ -3874,10 +3878,6 @@ def _time(text: str) -> str:
     return text
 
 
-def _shown(cell: object) -> str:
-    return _escape(str("" if cell is None else cell)) or "–"
-
-
 def _width(text: str) -> int:
     """Return how many columns of a terminal a text takes, as far as Unicode's tables tell."""
     flat = sum(unicodedata.category(letter) in ("Mn", "Me", "Cf") for letter in text)
@@ -3903,7 +3903,8 @@ def _say(text: str) -> None:
 def _print_table(rows: Sequence[Mapping[str, object]]) -> None:
     """Print rows of the same columns, each as wide as its content, all no wider than the terminal."""
     lines = [[*rows[0]]]
-    lines += [[_shown(cell) for cell in row.values()] for row in rows]
+    texts = [["" if cell is None else str(cell) for cell in row.values()] for row in rows]
+    lines += [[_escape(text) or "–" for text in row] for row in texts]
     widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
     if sys.stdout.isatty():
         room = shutil.get_terminal_size().columns - 2 * (len(widths) - 1)
@@ -4039,11 +4040,10 @@ def _run_audit(options: Json) -> int:
 
     found = _list(options, f"/models/{_model_id(options)}/audit", "files", row)
     missing, free = _bytes(found["bytes_to_fetch"]), _bytes(found["bytes_free"])
-    room = f"{free} free there: they {'fit' if found['fits'] else 'do not fit'}"
-    if found["complete"]:
-        text = f"Every file is in {found['dir']}, as recorded."
-    else:
-        text = f"{missing} to fetch into {found['dir']}, {room}."
+    text = f"Every file is in {found['dir']}, as recorded."
+    if not found["complete"]:
+        fit = "fit" if found["fits"] else "do not fit"
+        text = f"{missing} to fetch into {found['dir']}, {free} free there: they {fit}."
     if not options.get("json"):
         _say(_escape(text))
     return 0 if found["complete"] else 1
@@ -4115,9 +4115,11 @@ def _run_demo(options: Json, stop: threading.Event | None) -> int:
         with contextlib.closing(open_store(options["database"])) as store:
             body = {"job_id": "demo-lora", "name": "demo adapter", "files": files}
             record_model(Context(), store, None, body)
-        port = options.setdefault("port", 7878)
-        if once or (port == 7878 and _is_taken(port)):
-            options["port"] = 0
+        if options.setdefault("port", 0 if once else 7878) == 7878:
+            try:
+                socket.create_server(("127.0.0.1", 7878)).close()
+            except OSError:  # somebody else has it
+                options["port"] = 0
         with Server(**options) as server:
             if once:
                 return _run_deploy({"url": server.url, "model": "1", "deployer": "release"})
@@ -4132,12 +4134,9 @@ def _run_demo(options: Json, stop: threading.Event | None) -> int:
 
 @contextlib.contextmanager
 def _standard_streams() -> Iterator[None]:
-    """Let no standard stream that is closed, full or without a reader fail what is done.
-
-    Only a result that cannot be printed is a failure.
-    """
+    """Keep a command from failing because a standard stream is closed, full or has no reader."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # else what is opened next gets its number, and its bytes
+        if getattr(sys, name) is None:  # else the next file opened gets its number and its bytes
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     try:
         yield
@@ -4145,7 +4144,7 @@ def _standard_streams() -> Iterator[None]:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except (OSError, ValueError):  # nor may the interpreter find this at its end
+            except (OSError, ValueError):  # at which the interpreter would exit with 120
                 with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
                     os.dup2(nowhere.fileno(), stream.fileno())
 
@@ -4172,7 +4171,7 @@ def _run(argv: Sequence[str] | None, options: Json) -> int:
                 for thread in left:
                     thread.join(LOOK_INTERVAL_S)
                 if any(thread.is_alive() for thread in left):
-                    os._exit(0)  # what a deployer left running must not hold the process
+                    os._exit(0)  # a thread that a deployer left running would hold the process
                 return 0
             case "sidecar":
                 return _run_sidecar(given)
