@@ -65,20 +65,7 @@ HERE = Path(__file__).parent
 MODULE = HERE / "gligabao.py"
 API = "/v1/gb/training"
 REQUIRED = os.environ.get("GLIGABAO_TEST_REQUIRE") == "1"
-DEPLOYMENT_KEYS = [
-    "id",
-    "trained_model_id",
-    "deployer",
-    "options",
-    "status",
-    "dir",
-    "ref",
-    "details",
-    "error",
-    "duration_ms",
-    "created_at",
-    "completed_at",
-]
+DEPLOYMENT_KEYS = "id trained_model_id deployer options status dir ref details error duration_ms created_at completed_at".split()
 
 # ---- what the tests stand on ---------------------------------------------------------------------
 
@@ -203,15 +190,9 @@ class App:
         assert answer.status == 502, answer.body
         deployment = answer.json["deployment"]
         assert answer.error == deployment["error"]
-        assert (deployment["status"], deployment["ref"], deployment["details"]) == (
-            "failed",
-            "",
-            {},
-        )
+        assert [deployment[key] for key in ("status", "ref", "details")] == ["failed", "", {}]
         assert deployment in self.history(model)
-        event = next(
-            event for event in self.events if event.fields["deploy_id"] == deployment["id"]
-        )
+        event = next(one for one in self.events if one.fields["deploy_id"] == deployment["id"])
         assert (event.type, event.fields["error"]) == ("training.model_deploy.failed", answer.error)
         assert not list(self.root.rglob(".fetch-*"))
         return dict(deployment)
@@ -381,14 +362,7 @@ class Cluster:
             "initdb",
             "-D",
             home / "data",
-            "-A",
-            "trust",
-            "-U",
-            "postgres",
-            "--no-sync",
-            "-E",
-            "UTF8",
-            "--locale=C",
+            *"-A trust -U postgres --no-sync -E UTF8 --locale=C".split(),
         )
         self.control("start")
 
@@ -406,18 +380,8 @@ class Cluster:
 
     def control(self, action: str, *words: str) -> None:
         flags = f"-p {self.port} -k {self.home} -c listen_addresses=127.0.0.1 -c fsync=off -c timezone=Asia/Kolkata"
-        self.run(
-            "pg_ctl",
-            "-D",
-            self.home / "data",
-            "-l",
-            self.home / "log",
-            "-w",
-            "-o",
-            flags,
-            *words,
-            action,
-        )
+        where = ("-D", self.home / "data", "-l", self.home / "log")
+        self.run("pg_ctl", *where, "-w", "-o", flags, *words, action)
 
     def url(self, name: str = "postgres") -> str:
         return f"postgresql://postgres@127.0.0.1:{self.port}/{name}"
@@ -478,26 +442,29 @@ def plant(database: str, job_id: str, files: object, **columns: object) -> int:
         return int(sql("SELECT max(id) FROM gb_trained_models")[0][0])
 
 
+@contextlib.contextmanager
+def served(home: Path, sidecar: Sidecar, /, **options: Any) -> Iterator[App]:
+    """Run a server with the test's sidecar, deployers and an event hook that keeps what it gets."""
+    events: list[gligabao.SystemEvent] = []
+    usual = {
+        "port": 0,
+        "training": True,
+        "database": str(home / "gligabao.db"),
+        "sidecar": sidecar.url,
+        "trained_model_deploy_dir": home / "trained_models",
+        "trained_model_deployers": DEPLOYERS,
+        "system_event": events.append,
+    }
+    options = usual | options
+    with gligabao.Server(**options) as server:
+        yield App(server, Path(options["trained_model_deploy_dir"]), events)
+
+
 @pytest.fixture
 def serve(tmp_path: Path, sidecar: Sidecar) -> Iterator[Callable[..., App]]:
-    """Start servers with the test's sidecar, deployers and an event hook that keeps what it gets."""
+    """Start servers that run until the test ends."""
     with contextlib.ExitStack() as held:
-
-        def start(**options: Any) -> App:
-            events: list[gligabao.SystemEvent] = []
-            options = {
-                "port": 0,
-                "training": True,
-                "database": str(tmp_path / "gligabao.db"),
-                "sidecar": sidecar.url,
-                "trained_model_deploy_dir": tmp_path / "trained_models",
-                "trained_model_deployers": DEPLOYERS,
-                "system_event": events.append,
-            } | options
-            server = held.enter_context(gligabao.Server(**options))
-            return App(server, Path(options["trained_model_deploy_dir"]), events)
-
-        yield start
+        yield lambda **options: held.enter_context(served(tmp_path, sidecar, **options))
 
 
 @pytest.fixture
@@ -560,6 +527,39 @@ def test_module_reads_bottom_up_without_later_names() -> None:
         if defined.get(name.id, 0) > (node.end_lineno or 0)
     ]
     assert later == []
+
+
+def test_cards_of_the_rooms_tell_what_each_uses() -> None:
+    source = MODULE.read_text()
+    rooms = re.findall(r"^# ---- (?:errors and )?(.+?) -+\n((?:# .*\n)+)", source, re.MULTILINE)
+    listed = " ".join(source.split("banner of its own, are: ")[1].split(".")[0].split())
+    assert [name for name, _ in rooms] == listed.replace("errors and ", "").split("; ")
+    starts = [source[: source.index(card)].count("\n") for _, card in rooms]
+    tree = ast.parse(source)
+
+    def room(node: ast.stmt) -> str:
+        return str(
+            [name for (name, _), at in zip(rooms, starts, strict=True) if at < node.lineno][-1]
+        )
+
+    nodes = [node for node in tree.body if node.lineno > starts[0]]
+    defined = {
+        name.id if isinstance(name, ast.Name) else name: room(node)
+        for node in nodes
+        for name in [getattr(node, "name", None), *getattr(node, "targets", [])]
+        if name
+    }
+    for name, card in rooms:
+        known = re.search(r"May use:\s+(.*?)\.", card.replace("\n# ", " "))
+        uses = {
+            defined[word.id]
+            for node in nodes
+            if room(node) == name
+            for word in ast.walk(node)
+            if isinstance(word, ast.Name) and word.id in defined
+        } - {name, "limits"}
+        if known and "all above" not in known[1]:
+            assert uses == {*known[1].split(", ")} - {"limits", "nothing"}, name
 
 
 def test_public_names_are_documented_and_listed() -> None:
@@ -738,15 +738,11 @@ FRAMING = {
     **{
         f"Content-Length {value}": f"POST {API}/models HTTP/1.1\r\nHost: localhost\r\nContent-Length: {value}\r\n\r\n{{}}".encode()
         for value in (
-            "-1",
-            "+2",
-            "0x2",
-            "2_0",
+            *"-1 +2 0x2 2_0 1048577".split(),
             "2, 2",
             "",
             "9" * 30,
             "2\r\nContent-Length: 2",
-            "1048577",
         )
     },
 }
@@ -1337,49 +1333,13 @@ def test_unknown_kind_of_database_is_refused_without_its_password() -> None:
 # ---- files ---------------------------------------------------------------------------------------
 
 BAD_PATHS = [
-    *(
-        "",
-        "/etc/x",
-        "..",
-        "../x",
-        "a/../x",
-        "a/..",
-        "a..b",
-        "./a",
-        "a/./b",
-        "a//b",
-        "a/",
-        ".",
-        "a\\b",
-        "\\\\host\\x",
-    ),
-    *(
-        "a\0b",
-        "a\nb",
-        "a\x7fb",
-        "a\x9fb",
-        ".fetch-abc",
-        "sub/.fetch-1/x",
-        "x" * 256,
-        "模" * 86,
-        "/".join(["y" * 60] * 34),
-    ),
+    *r"/etc/x .. ../x a/../x a/.. a..b ./a a/./b a//b a/ . a\b \\host\x .fetch-a sub/.fetch-1/x".split(),
+    *("", "a\0b", "a\nb", "a\x7fb", "a\x9fb", "x" * 256, "模" * 86, "/".join(["y" * 60] * 34)),
     *(5, None, "\ud800"),
 ]
 GOOD_PATHS = [
-    "a b.bin",
-    "%2e%2e/x",
-    "CON",
-    "a.",
-    "a ",
-    "~/x",
-    "C:x",
-    "x" * 255,
-    "模" * 85,
-    "-rf",
-    "lock",
-    "Config",
-    "config",
+    *"%2e%2e/x CON a. ~/x C:x -rf lock Config config".split(),
+    *("a b.bin", "a ", "x" * 255, "模" * 85),
 ]
 
 
@@ -1390,25 +1350,7 @@ def test_unsafe_path_is_refused(path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "job_id",
-    [
-        "",
-        ".",
-        "..",
-        "a/b",
-        "a..b",
-        "a\\b",
-        "/a",
-        "x" * 129,
-        " ",
-        "a b",
-        "-rf",
-        ".x",
-        "_x",
-        "a\n",
-        "ü",
-        None,
-    ],
+    "job_id", [*r". .. a/b a..b a\b /a -rf .x _x ü".split(), "", " ", "a b", "a\n", "x" * 129, None]
 )
 def test_unusable_job_id_is_400_and_not_recorded(
     lite: App, sidecar: Sidecar, tmp_path: Path, job_id: Any
@@ -1812,27 +1754,13 @@ def test_embedded_sidecar_lists_models_and_files(directory: str) -> None:
         *(("trained/job-3", file) for file in ("link", "linked/secret.txt", "sub/fifo")),
         *(
             ("trained/job-1", file)
-            for file in (
-                "sub/../a.bin",
-                "./a.bin",
-                "sub",
-                "",
-                "nope",
-                "a.bin%00",
-                ".fetch-1",
-                "sub%5Cb",
-            )
+            for file in ("", *"sub/../a.bin ./a.bin sub nope a.bin%00 .fetch-1 sub%5Cb".split())
         ),
         *(
             (model, "a.bin")
             for model in (
-                "trained/job-link",
-                "trained/..",
-                "trained/job-1/",
-                "trained",
                 "",
-                "/",
-                "trained//job-1",
+                *"trained/job-link trained/.. trained/job-1/ trained / trained//job-1".split(),
             )
         ),
         *(
@@ -2003,6 +1931,12 @@ class Shelf:
             w.write(self.files[file][start : start + 100])
 
 
+def fetch(home: Path, fetcher: Any, files: dict[str, bytes], **more: Any) -> None:
+    """Fetch a model of these files into the directory `job-1` of `home`."""
+    ctx = more.pop("ctx", None) or Context()
+    gligabao.fetch_model_files(ctx, fetcher, model_of(files), home / "job-1", **more)
+
+
 def test_fetch_brings_every_file_once_and_then_keeps_them(tmp_path: Path) -> None:
     model, shelf = model_of(THREE), Shelf(THREE)
     target = gligabao.model_dir(tmp_path / "root", model)
@@ -2042,9 +1976,7 @@ def test_whatever_a_fetcher_raises_is_upstream(tmp_path: Path, failure: BaseExce
 
 def test_exception_of_a_fetcher_that_hides_its_class_is_upstream(tmp_path: Path) -> None:
     with pytest.raises(gligabao.TrainingError, match="^a: x"):
-        gligabao.fetch_model_files(
-            Context(), Shelf({}, Disguised("x")), model_of({"a": b"1"}), tmp_path / "job-1"
-        )
+        fetch(tmp_path, Shelf({}, Disguised("x")), {"a": b"1"})
 
 
 def test_cancelled_that_a_fetcher_raises_of_its_own_stays_one(tmp_path: Path) -> None:
@@ -2064,7 +1996,7 @@ def test_fetcher_that_returns_when_it_is_cancelled_ends_in_cancelled(tmp_path: P
 
     outer = Context()
     with pytest.raises(gligabao.Cancelled, match="enough"):
-        gligabao.fetch_model_files(outer, Obedient(), model_of({"a": b"1"}), tmp_path / "job-1")
+        fetch(tmp_path, Obedient(), {"a": b"1"}, ctx=outer)
 
 
 @pytest.mark.parametrize("data", [7, "text", None])
@@ -2184,9 +2116,7 @@ def test_lock_that_cannot_be_had_leaves_nothing_open(
     monkeypatch.setattr(fcntl, "flock", flock)
     files = len(os.listdir("/dev/fd"))
     with pytest.raises(gligabao.TrainingError, match="No locks available"):
-        gligabao.fetch_model_files(
-            Context(), Shelf({"a": b"1"}), model_of({"a": b"1"}), tmp_path / "job-1"
-        )
+        fetch(tmp_path, Shelf({"a": b"1"}), {"a": b"1"})
     assert len(os.listdir("/dev/fd")) == files
 
 
@@ -2203,9 +2133,7 @@ def test_descriptor_is_closed_where_the_next_call_fails(
     before = os.listdir("/dev/fd")
     with monkeypatch.context() as patched, pytest.raises(gligabao.TrainingError) as caught:
         patched.setattr(os, "fstat", fails)
-        gligabao.fetch_model_files(
-            Context(), Shelf({"a": b"1"}), model_of({"a": b"1"}), tmp_path / "job-1"
-        )
+        fetch(tmp_path, Shelf({"a": b"1"}), {"a": b"1"})
     assert str(caught.value) == "a: Input/output error"
     assert os.listdir("/dev/fd") == before
 
@@ -2221,7 +2149,7 @@ def test_largest_files_are_fetched_first(tmp_path: Path) -> None:
     begun: list[int] = []
     barrier = threading.Barrier(8)
     files = {f"{size}": bytes(size) for size in (5, 1, 9, 12, 3, 7, 10, 2, 8, 11, 4, 6)}
-    gligabao.fetch_model_files(Context(), Counting(files), model_of(files), tmp_path / "job-1")
+    fetch(tmp_path, Counting(files), files)
     assert {*begun[:8]} == {*range(5, 13)}
 
 
@@ -2237,7 +2165,7 @@ def test_failed_file_ends_the_others_of_its_deployment(tmp_path: Path) -> None:
     both, reasons = threading.Barrier(2), []  # type: ignore[var-annotated]
     files = {"a": b"1", "b": b"2"}
     with pytest.raises(gligabao.TrainingError, match="a is gone"):
-        gligabao.fetch_model_files(Context(), Half(files), model_of(files), tmp_path / "job-1")
+        fetch(tmp_path, Half(files), files)
     assert reasons == ["another file failed"]
 
 
@@ -2490,9 +2418,7 @@ def test_fetched_files_have_the_permissions_of_new_files(lite: App, sidecar: Sid
 def test_lock_can_be_opened_by_others_of_the_group(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
-        gligabao.fetch_model_files(
-            Context(), Shelf({"a": b"1"}), model_of({"a": b"1"}), tmp_path / "job-1"
-        )
+        fetch(tmp_path, Shelf({"a": b"1"}), {"a": b"1"})
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / ".job-1.lock").stat().st_mode) == 0o664
@@ -2554,30 +2480,18 @@ def test_flow_completes_and_the_answer_is_the_record(app: App, sidecar: Sidecar)
     sidecar.add(THREE)
     fields = {
         "name": "Support ü 模型",
-        "base_model": "minilm",
         "num_examples": 1200,
         "final_loss": 0.125,
         "params": {"lr": 1e-4},
     }
     model = app.record(THREE, **fields)
-    options = {
-        "s": "ü😀\u2028",
-        "n": None,
-        "i": 12345678901234567890123,
-        "one": 1.0,
-        "": {"": []},
-        "z": -0.0,
-    }
+    options = {"s": "ü😀\u2028", "n": None, "i": 12345678901234567890123, "": {"": [1.0, -0.0]}}
     answer = app.deploy(model, "echo", options)
     assert answer.status == 200
     deployment = answer.json
     assert list(deployment) == DEPLOYMENT_KEYS
     assert [deployment] == app.history(model)
-    assert (deployment["status"], deployment["ref"], deployment["error"]) == (
-        "completed",
-        "echo",
-        "",
-    )
+    assert [deployment[key] for key in ("status", "ref", "error")] == ["completed", "echo", ""]
     assert deployment["dir"] == str(app.root / "job-1")
     seen = deployment["details"]
     assert str(seen["options"]) == str(options) == str(deployment["options"])
@@ -2585,15 +2499,9 @@ def test_flow_completes_and_the_answer_is_the_record(app: App, sidecar: Sidecar)
     assert seen["model"] == app("GET", f"/models/{model}").json
     assert {key: seen["model"][key] for key in fields} == fields
     (event,) = app.events
-    assert event == gligabao.SystemEvent(
-        "training.model_deploy.completed",
-        {
-            "model_id": model,
-            "deploy_id": 1,
-            "deployer": "echo",
-            "duration_ms": deployment["duration_ms"],
-        },
-    )
+    told = {"model_id": model, "deploy_id": 1, "deployer": "echo"}
+    told["duration_ms"] = deployment["duration_ms"]
+    assert event == gligabao.SystemEvent("training.model_deploy.completed", told)
 
 
 def test_deployers_error_is_502_and_recorded(app: App, sidecar: Sidecar) -> None:
@@ -2607,24 +2515,9 @@ def test_deployers_error_is_502_and_recorded(app: App, sidecar: Sidecar) -> None
 @pytest.mark.parametrize(
     "body",
     [
-        *(
-            b"",
-            b"null",
-            b"[]",
-            b'"x"',
-            b"{} x",
-            b'{"deployer":"\x97"}',
-            "\ufeff{}".encode(),
-            '{"a":1}'.encode("utf-16"),
-        ),
-        *(
-            {},
-            {"deployer": None},
-            {"deployer": 5},
-            {"deployer": "nobody"},
-            {"deployer": "OK"},
-            {"deployer": ["ok"]},
-        ),
+        *(b"", b"null", b"[]", b'"x"', b"{} x", b'{"deployer":"\x97"}'),
+        *("\ufeff{}".encode(), '{"a":1}'.encode("utf-16"), {}),
+        *({"deployer": name} for name in (None, 5, "nobody", "OK", ["ok"])),
         *(
             {"deployer": "ok", "options": options}
             for options in ([], "x", 0, True, False, "", {"a": "x" * 65536})
@@ -3462,32 +3355,17 @@ def test_other_method_is_405_with_allow(lite: App, method: str, path: str, allow
 @pytest.mark.parametrize(
     "id",
     [
-        "9223372036854775807",
-        "9223372036854775808",
+        *"9223372036854775807 9223372036854775808 0 -1 +1 01 1_0 1%0A %D9%A1 1.0 1e0 0x1 x".split(),
         "9" * 5000,
-        "0",
-        "-1",
-        "+1",
-        "01",
-        "1_0",
-        "1%0A",
-        "%D9%A1",
-        "1.0",
-        "1e0",
-        "0x1",
-        "x",
     ],
 )
 def test_odd_id_is_an_unknown_model(lite: App, id: str) -> None:
     lite.record({"a": b"1"})
-    for method, path in (
-        ("GET", ""),
-        ("DELETE", ""),
-        ("GET", "/audit"),
-        ("GET", "/deployments"),
-        ("POST", "/deployments"),
+    for method, path in zip(
+        ("GET", "DELETE", "GET", "POST"), ("", "", "/audit", "/deployments"), strict=True
     ):
         assert lite(method, f"/models/{id}{path}").status == 404
+    assert lite("GET", f"/models/{id}/deployments").status == 404
 
 
 def test_limit_counts_from_the_newest(app: App, sidecar: Sidecar, database: str) -> None:
@@ -3595,33 +3473,14 @@ REFUSED = [
     ),
     *(
         {"files": [{"path": "a", "size_bytes": 1, "sha256": digest}]}
-        for digest in (
-            "x",
-            0,
-            False,
-            [],
-            "0" * 63,
-            "g" * 64,
-            f"sha256:{'0' * 64}",
-            5,
-            "\u0660" * 64,
-        )
+        for digest in ("x", 0, False, [], "0" * 63, "g" * 64, f"sha256:{'0' * 64}", "\u0660" * 64)
     ),
     *(
         {"files": [{"path": path, "size_bytes": 1} for path in paths]}
         for paths in (("a", "a"), ("a", "a/b"), ("x/a/b", "x/a"))
     ),
     *({"path": path} for path in ("../x", "/x", "trained/a..b", 5)),
-    *(
-        {name: value}
-        for name, value in (
-            ("name", 5),
-            ("name", None),
-            ("base_model", []),
-            ("params", []),
-            ("params", None),
-        )
-    ),
+    *({"name": 5}, {"name": None}, {"base_model": []}, {"params": []}, {"params": None}),
     *({"num_examples": value} for value in ("1", 1.5, True, 2**63, 10**400, None)),
     *({"final_loss": value} for value in ("x", True, 10**400)),
 ]
@@ -3875,36 +3734,25 @@ def test_others_who_wait_for_the_same_model_go_on(app: App, sidecar: Sidecar) ->
 
 @pytest.mark.parametrize("step", STEPS)
 def test_server_that_stops_records_every_running_deployment(
-    serve: Callable[..., App], sidecar: Sidecar, database: str, tmp_path: Path, step: str
+    sidecar: Sidecar, database: str, tmp_path: Path, step: str
 ) -> None:
-    events: list[gligabao.SystemEvent] = []
-    root = tmp_path / "trained_models"
-    server = gligabao.Server(
-        port=0,
-        training=True,
-        database=database,
-        sidecar=sidecar.url,
-        trained_model_deploy_dir=root,
-        trained_model_deployers=DEPLOYERS,
-        system_event=events.append,
-    )
     with contextlib.ExitStack() as held:
-        with server:
-            model, connection = start_in(step, App(server, root, events), sidecar, held)
+        with served(tmp_path, sidecar, database=database) as app:
+            model, connection = start_in(step, app, sidecar, held)
             begun = time.monotonic()
         assert time.monotonic() - begun < 8
         response = http.client.HTTPResponse(connection)
         response.begin()
         assert (response.status, json.loads(response.read())["error"]) == (
             502,
-            "the server is stopping",
+            gligabao.SERVER_STOPPING,
         )
         response.close()
     with contextlib.closing(gligabao.open_store(database)) as store:
         (row,) = store.list_trained_model_deployments(model)
     assert (row["status"], row["error"]) == ("failed", "the server is stopping")
-    assert [event.fields["error"] for event in events] == ["the server is stopping"]
-    assert not list(root.rglob(".fetch-*"))
+    assert [event.fields["error"] for event in app.events] == ["the server is stopping"]
+    assert not list(app.root.rglob(".fetch-*"))
 
 
 def test_stop_takes_a_result_in_time_and_drops_a_deaf_deployers(
@@ -3922,44 +3770,20 @@ def test_stop_takes_a_result_in_time_and_drops_a_deaf_deployers(
         late.wait(20)
         return DeployTrainedModelResult("too late")
 
-    events: list[gligabao.SystemEvent] = []
-    database = str(tmp_path / "x.db")
-    server = gligabao.Server(
-        port=0,
-        training=True,
-        database=database,
-        sidecar=sidecar.url,
-        trained_model_deployers={"quick": quick, "deaf": deaf},
-        system_event=events.append,
-    )
+    deployers = {"quick": quick, "deaf": deaf}
     sidecar.add({"a": b"1"})
     with contextlib.ExitStack() as held:
-        with server:
-            app = App(server, tmp_path / "trained_models", events)
+        with served(tmp_path, sidecar, trained_model_deployers=deployers) as app:
             model = app.record({"a": b"1"})
-            for deployer in ("quick", "deaf"):
+            for deployer in deployers:
                 held.enter_context(app.start_deploy(model, deployer))
-            until(
-                lambda: (
-                    sum(
-                        row["progress"]["files_done"]
-                        for row in app.history(model)
-                        if "progress" in row
-                    )
-                    == 2
-                )
-            )
+                until(lambda: app.progress(model).get("files_done"))
         late.set()
-    with contextlib.closing(gligabao.open_store(database)) as store:
-        ends = {
-            row["deployer"]: (row["status"], row["ref"], row["error"])
-            for row in store.list_trained_model_deployments(model)
-        }
-    assert ends == {
-        "quick": ("completed", "in time", ""),
-        "deaf": ("failed", "", "the server is stopping"),
-    }
-    assert len(events) == 2
+    with contextlib.closing(gligabao.open_store(str(tmp_path / "gligabao.db"))) as store:
+        deaf_row, quick_row = store.list_trained_model_deployments(model)
+    assert (quick_row["status"], quick_row["ref"]) == ("completed", "in time")
+    assert (deaf_row["status"], deaf_row["error"]) == ("failed", "the server is stopping")
+    assert len(app.events) == 2
 
 
 def test_leaving_the_block_frees_the_port_and_leaves_no_thread(tmp_path: Path) -> None:
@@ -5315,6 +5139,7 @@ def test_page_deploys_again_with_every_number_as_stored(
     assert app("POST", path, f'{{"deployer": "ok", "options": {EXACT}}}'.encode()).status == 200
     assert app.deploy(model, "echo").status == 200
     page.reload()
+    page.see("ok-1", "echo", part=page.find("region", "Deployments"))
     for row, deployer, typed in (("1", "ok", EXACT), ("2", "echo", "")):
         button = page.run(
             "return document.querySelector(`#deployments tr[data-key='${arguments[0]}'] button`)",
@@ -5726,138 +5551,45 @@ def test_killed_at_a_random_moment_nothing_is_half_done(sidecar: Sidecar, tmp_pa
 # ---- hostile requests ----------------------------------------------------------------------------
 
 HOSTILE = int(os.environ.get("GLIGABAO_TEST_HOSTILE", "2000"))  # 100000 once in a while
+MODELS = b"/v1/gb/training/models"
+ONE_OF_LENGTHS = (
+    b"0 5 -1 +5 5_0 \xd9\xa5 1048577 5,5 999999999999999999999999999999999999999".split()
+)
 PIECES: dict[str, list[bytes]] = {
-    "method": [
-        b"GET",
-        b"POST",
-        b"DELETE",
-        b"HEAD",
-        b"PUT",
-        b"OPTIONS",
-        b"get",
-        b"FOO",
-        b"",
-        b"\x00",
-        b"G E T",
-    ],
+    "method": [*b"GET POST DELETE HEAD PUT OPTIONS get FOO \x00".split(), b"", b"G E T"],
     "path": [
+        *b"/ /admin /health //health * http://localhost/health /%2e%2e/etc/passwd /../x".split(),
+        *(MODELS + tail for tail in b"/ ?limit=2 ?limit=x ?limit= ?%ff=%00 ?before=1".split()),
+        *(MODELS + b"/" + id for id in b"1 0 -1 01 %31 1;x \xd9\xa1".split()),
         *(
-            b"/",
-            b"/admin",
-            b"/health",
-            b"//health",
-            b"*",
-            b"http://localhost/health",
-            b"/%2e%2e/etc/passwd",
-            b"/../x",
+            MODELS + b"/1/" + end
+            for end in b"deployments audit audit/ deployments?limit=501".split()
         ),
-        *(
-            b"/v1/gb/training/models" + tail
-            for tail in (b"", b"/", b"?limit=2", b"?limit=x", b"?limit=", b"?%ff=%00", b"?before=1")
-        ),
-        *(
-            b"/v1/gb/training/models/" + id
-            for id in (b"1", b"0", b"-1", b"01", b"9" * 30, b"%31", b"1;x", b"\xd9\xa1")
-        ),
-        *(
-            b"/v1/gb/training/models/1/" + tail
-            for tail in (b"deployments", b"audit", b"audit/", b"deployments?limit=501", b"x")
-        ),
-        *(
-            b"/v1/gb/training/deployers",
-            b"/" + b"x" * 70_000,
-            b"/\x1b[2J",
-            b"/a b",
-            b"/\xff\xfe",
-            b"/#x",
-            b"/?",
-        ),
+        *b"/v1/gb/training/deployers /\x1b[2J /\xff\xfe /#x /?".split(),
+        *(MODELS, MODELS + b"/" + b"9" * 30, b"/a b", b"/" + b"x" * 70_000),
     ],
-    "version": [b"HTTP/1.1"] * 8
-    + [
-        b"HTTP/1.0",
-        b"HTTP/0.9",
-        b"HTTP/2",
-        b"HTTP/1.1.1",
-        b"http/1.1",
-        b"",
-        b"HTTP/1.999999999999",
+    "version": [
+        *([b"HTTP/1.1"] * 8 + [b""]),
+        *b"HTTP/1.0 HTTP/0.9 HTTP/2 HTTP/1.1.1 http/1.1 HTTP/1.999999999999".split(),
     ],
     "header": [
-        *(
-            b"Host: evil.example",
-            b"Host:",
-            b"Host : localhost",
-            b"Origin: null",
-            b"Sec-Fetch-Site: cross-site",
-            b"X" * 66_000,
-        ),
-        *(
-            b"Content-Length: " + length
-            for length in (
-                b"0",
-                b"5",
-                b"-1",
-                b"+5",
-                b"5_0",
-                b"\xd9\xa5",
-                b"9" * 40,
-                b"",
-                b"1048577",
-                b"5, 5",
-            )
-        ),
-        *(
-            b"Transfer-Encoding: " + coding
-            for coding in (b"chunked", b"xchunked", b"identity", b"gzip, chunked", b"")
-        ),
-        *(
-            b"Expect: 100-continue",
-            b"Expect: x",
-            b"Connection: close",
-            b"Connection: keep-alive",
-            b" folded",
-            b"no colon",
-            b": x",
-        ),
-        *(
-            b"Authorization: Bearer x",
-            b"Range: bytes=5-",
-            b"X: \x00\x1b\r",
-            b"From x",
-            b"Content-Type: text/plain; charset=utf-16",
-        ),
+        *(b"Content-Length: " + length for length in (*ONE_OF_LENGTHS, b"", b"5, 5")),
+        *(b"Transfer-Encoding: " + coding for coding in (b"gzip, chunked", b"")),
+        *(b"Transfer-Encoding: " + coding for coding in b"chunked xchunked identity".split()),
+        *(b"Host: evil.example", b"Host:", b"Host : localhost", b"Origin: null", b"X" * 66_000),
+        *(b"Sec-Fetch-Site: cross-site", b"Expect: 100-continue", b"Expect: x", b" folded"),
+        *(b"Connection: close", b"Connection: keep-alive", b"no colon", b": x", b"From x"),
+        *(b"Authorization: Bearer x", b"Range: bytes=5-", b"X: \x00\x1b\r"),
+        b"Content-Type: text/plain; charset=utf-16",
     ],
     "body": [
-        *(
-            b"",
-            b"{}",
-            b"{",
-            b"[]",
-            b"null",
-            b"\xff",
-            b"\xef\xbb\xbf{}",
-            b'{"a":' * 400 + b"1" + b"}" * 400,
-            b"9" * 5000,
-            b"NaN",
-        ),
-        *(
-            b'{"deployer":"ok"}',
-            b'{"deployer":"broken","options":{}}',
-            b'{"deployer":"ok","options":{"a":1e400}}',
-            b'{"deployer":["ok"]}',
-        ),
-        *(
-            b'{"job_id":"x","files":[]}',
-            b'{"job_id":"../x"}',
-            b'{"job_id":"\\ud800"}',
-            b'{"job_id":1}',
-            b"x" * 100_000,
-        ),
-        *(
-            b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n",
-            b'{"job_id":"job-1","files":[{"path":"a","size_bytes":1}]}',
-        ),
+        *b"{} { [] null \xff \xef\xbb\xbf{} NaN".split(),
+        *(b"", b'{"a":' * 400 + b"1" + b"}" * 400, b"9" * 5000, b"x" * 100_000),
+        *b"""{"deployer":"ok"} {"deployer":"broken","options":{}} {"deployer":["ok"]}
+            {"deployer":"ok","options":{"a":1e400}} {"job_id":"x","files":[]} {"job_id":"../x"}
+            {"job_id":"\\ud800"} {"job_id":1}
+            {"job_id":"job-1","files":[{"path":"a","size_bytes":1}]}""".split(),
+        b"GET /hidden HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 }
 
@@ -6369,9 +6101,14 @@ def test_readmes_service_survives_a_stop_and_a_new_key(tmp_path: Path) -> None:
         assert row["status"] in ("completed", "failed")
 
 
+@pytest.fixture
+def nginx() -> str:
+    return tool("nginx")
+
+
 @pytest.mark.parametrize("key", [None, "k3y"], ids=["without a key", "with a key"])
 def test_readmes_nginx_block_serves_the_page_and_the_api_below_its_prefix(
-    page: Browser, serve: Serve, sidecar: Sidecar, tmp_path: Path, key: str | None
+    nginx: str, page: Browser, serve: Serve, sidecar: Sidecar, tmp_path: Path, key: str | None
 ) -> None:
     app = serve(api_key=key)
     sidecar.add(THREE)
@@ -6385,8 +6122,8 @@ def test_readmes_nginx_block_serves_the_page_and_the_api_below_its_prefix(
         f"daemon off; pid {tmp_path}/pid; error_log {tmp_path}/nginx.log; events {{}} http {{"
         f"access_log off; {paths} server {{ listen 127.0.0.1:{port};\n{location} }} }}"
     )
-    words = [tool("nginx"), "-c", tmp_path / "nginx.conf", "-e", tmp_path / "nginx.log"]
-    nginx = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    words = [nginx, "-c", tmp_path / "nginx.conf", "-e", tmp_path / "nginx.log"]
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
     try:
         until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
         url, env = f"http://127.0.0.1:{port}/gligabao", {"GLIGABAO_API_KEY": key or ""}
@@ -6416,8 +6153,8 @@ def test_readmes_nginx_block_serves_the_page_and_the_api_below_its_prefix(
     finally:
         page.requests()
         page.go(f"{app.url}/admin")  # else the page would miss its server
-        nginx.terminate()
-        nginx.wait(10)
+        process.terminate()
+        process.wait(10)
 
 
 def test_readmes_container_runs_a_command_that_exists() -> None:
