@@ -2226,9 +2226,9 @@ def _locked(ctx: Context, dir: Path) -> Iterator[None]:
 def _changed(ctx: Context, files: Sequence[_Incoming]) -> list[_Incoming]:
     """Return the files that are not as recorded any more; raises Cancelled.
 
-    Only those are read again that have another stamp than when they were found right.
+    Only those are read again whose stamp is not what it was when they were found right.
     """
-    changed = []
+    changed: list[_Incoming] = []
 
     def look_again(ctx: Context, file: _Incoming) -> None:
         with contextlib.suppress(OSError), file.directory() as directory:
@@ -2236,14 +2236,7 @@ def _changed(ctx: Context, files: Sequence[_Incoming]) -> list[_Incoming]:
                 return
         changed.append(file)
 
-    suspects = []
-    for file in files:
-        stamp = None
-        with contextlib.suppress(OSError), file.directory() as directory:
-            stamp = _stamp(os.stat(file.name, dir_fd=directory, follow_symlinks=False))
-        if stamp != file.stamp:
-            suspects.append(file)
-    _each(ctx, suspects, look_again, small_bytes=SMALL_BYTES)
+    _each(ctx, files, look_again, small_bytes=SMALL_BYTES)
     return changed
 
 
@@ -3790,9 +3783,7 @@ def _parser() -> argparse.ArgumentParser:
     add = client("deploy", text, "model", codes=codes)
     add("deployer", metavar="DEPLOYER", help="name of a registered deployer")
     add("--options", metavar="JSON", type=_object, help="JSON object for the deployer")
-    client(
-        "history", "List the deployments of a model, the newest first.", "model", "limit", "json"
-    )
+    client("history", "List a model's deployments, the newest first.", "model", "limit", "json")
     codes = "Exits 0 when all are right, 1 when not. "
     client("audit", "Check a model's files on the server's disk.", "model", "json", codes=codes)
     add = command("demo", "Deploy a small model here, in a temporary directory that is removed.")
@@ -3857,7 +3848,9 @@ def _release_deployer(releases: Path) -> DeployTrainedModelFunc:
     return release
 
 
-def _bytes(count: float) -> str:
+def _bytes(count: object) -> str:
+    if not isinstance(count, int | float):  # other programs may have written what is no number
+        return ""
     units = iter(("B", "kB", "MB", "GB", "TB"))
     unit = next(units)
     while count >= 999.95 and (larger := next(units, "")):
@@ -3973,14 +3966,16 @@ def _list(options: Json, path: str, key: str, row: Callable[[Json], Json]) -> Js
 
 def _words(progress: Json | None) -> str:
     """Say how far a running deployment is, as its server tells."""
-    done, report = progress or {}, (progress or {}).get("report")
-    if report:
+    if not progress:  # another server is at work
+        return ""
+    if report := progress["report"]:
         share = "" if report["fraction"] is None else f"{report['fraction']:.0%} "
         return share + (report["text"] or "the deployer is working")
-    if not done or done["files_done"] == done["files_total"] > 0:
-        return "the deployer is working" if done else ""
-    size = f"{_bytes(done['bytes_done'])} of {_bytes(done['bytes_total'])}"
-    return f"{size}, {done['files_done']} of {done['files_total']} files"
+    done, total = progress["files_done"], progress["files_total"]
+    if done == total > 0:
+        return "the deployer is working"
+    size = f"{_bytes(progress['bytes_done'])} of {_bytes(progress['bytes_total'])}"
+    return f"{size}, {done} of {total} files"
 
 
 def _run_record(options: Json) -> int:
@@ -3995,7 +3990,7 @@ def _run_record(options: Json) -> int:
 def _run_models(options: Json) -> int:
     def row(model: Json) -> Json:
         sizes = [file["size_bytes"] for file in model["files"]]
-        size_bytes = sum(size for size in sizes if isinstance(size, int))  # others may write more
+        size_bytes = sum(size for size in sizes if isinstance(size, int))
         return {
             "ID": model["id"],
             "Name": model["name"],

@@ -358,12 +358,8 @@ class Cluster:
             self.account = {"user": "postgres", "group": "postgres", "extra_groups": []}
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
-        self.run(
-            "initdb",
-            "-D",
-            home / "data",
-            *"-A trust -U postgres --no-sync -E UTF8 --locale=C".split(),
-        )
+        words = "-A trust -U postgres --no-sync -E UTF8 --locale=C".split()
+        self.run("initdb", "-D", home / "data", *words)
         self.control("start")
 
     def run(self, program: str, *words: object) -> None:
@@ -1076,14 +1072,7 @@ def test_deployment_is_stored_running_and_then_as_it_ended(store: Any, database:
     )
     ended = store.finish_trained_model_deployment(first, "failed", "/d", "r", {"k": [1]}, "why", 5)
     assert ended == store.get_trained_model_deployment(first)
-    assert [ended[key] for key in DEPLOYMENT_KEYS[4:10]] == [
-        "failed",
-        "/d",
-        "r",
-        {"k": [1]},
-        "why",
-        5,
-    ]
+    assert [*ended.values()][4:10] == ["failed", "/d", "r", {"k": [1]}, "why", 5]
     assert ended["completed_at"] >= ended["created_at"] == running["created_at"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z", ended["created_at"])
     assert [row["id"] for row in store.list_trained_model_deployments(1)] == [second, first]
@@ -1109,11 +1098,7 @@ def test_text_no_database_holds_is_replaced_not_lost(store: Any, database: str) 
     ended = store.finish_trained_model_deployment(
         deploy_id, "failed", "", "a\0b", {"k\0": "\0"}, "x\ud800y", 1
     )
-    assert (ended["ref"], ended["error"], ended["details"]) == (
-        "a\ufffdb",
-        "x\ufffdy",
-        {"k\0": "\0"},
-    )
+    assert [*ended.values()][6:9] == ["a\ufffdb", {"k\0": "\0"}, "x\ufffdy"]
 
 
 def test_ids_are_never_used_again(app: App, sidecar: Sidecar) -> None:
@@ -1397,10 +1382,7 @@ FINAL = {
         says(head(302, "Location: http://127.0.0.1:1/", "Content-Length: 0")),
         "expected status 200, got 302",
     ),
-    "gzip": (
-        whole(payload(1000), 200, "Content-Encoding: gzip"),
-        "expected no Content-Encoding, got gzip",
-    ),
+    "gzip": (whole(payload(1000), 200, "Content-Encoding: gzip"), "no Content-Encoding, got gzip"),
     "coded in transfer": (
         says(head(200, "Transfer-Encoding: gzip") + payload(1000)),
         "expected no Transfer-Encoding, got gzip",
@@ -2860,10 +2842,8 @@ def test_exception_of_an_odd_class_is_recorded(
 
 
 def test_ref_of_an_odd_class_of_text_is_recorded_as_text(tmp_path: Path) -> None:
-    assert (
-        deployed(tmp_path, lambda ctx, req: DeployTrainedModelResult(OddText("odd")))["ref"]
-        == "odd"
-    )
+    stored = deployed(tmp_path, lambda ctx, req: DeployTrainedModelResult(OddText("odd")))
+    assert stored["ref"] == "odd"
 
 
 @pytest.mark.parametrize("reason", ["", 5])
@@ -3743,10 +3723,8 @@ def test_server_that_stops_records_every_running_deployment(
         assert time.monotonic() - begun < 8
         response = http.client.HTTPResponse(connection)
         response.begin()
-        assert (response.status, json.loads(response.read())["error"]) == (
-            502,
-            gligabao.SERVER_STOPPING,
-        )
+        assert response.status == 502
+        assert json.loads(response.read())["error"] == "the server is stopping"
         response.close()
     with contextlib.closing(gligabao.open_store(database)) as store:
         (row,) = store.list_trained_model_deployments(model)
@@ -4356,11 +4334,7 @@ FAILED_STARTS = {
     "another database": ["serve", "--database", "mysql://u:s3cret@127.0.0.1/x"],
     "no PostgreSQL there": ["serve", "--database", "postgresql://u:s3cret@127.0.0.1:1/x"],
     "malformed PostgreSQL URL": ["serve", "--database", "postgresql://u:s3cret@[bad/x"],
-    "password that is not escaped": [
-        "serve",
-        "--database",
-        "postgresql://u:p@s3cret@127.0.0.1:1/x",
-    ],
+    "password that is bare": ["serve", "--database", "postgresql://u:p@s3cret@127.0.0.1:1/x"],
     "password with a slash": ["serve", "--database", "postgresql://u:p/s3cret@127.0.0.1:1/x"],
     "sidecar without a directory": ["sidecar", "nowhere"],
     "sidecar not loopback": ["sidecar", ".", "--host", "0.0.0.0"],
