@@ -120,7 +120,9 @@ BUSY_TIMEOUT_S = 10  # waiting for a database that somebody else has locked
 FINISH_TIMEOUT_S = 30  # trying to record how a deployment ended; any answer of PostgreSQL
 LOOK_INTERVAL_S = 0.2  # how often a server looks for clients that left, and for deadlines
 BLOCK_BYTES = 256 * 1024  # one read of a file or the network: small enough for a core's cache
-SMALL_BYTES = 1024 * 1024  # files of less in all are not worth threads of their own
+SMALL_BYTES = (
+    1024 * 1024
+)  # files that are smaller in all are read in one thread: more would not pay
 
 SERVER_STOPPING = "the server is stopping"
 CLIENT_LEFT = "the client disconnected"
@@ -128,7 +130,7 @@ CLIENT_LEFT = "the client disconnected"
 log = logging.getLogger("gligabao")
 log.addHandler(logging.NullHandler())  # silent until the program configures logging
 
-# Control characters, ends of lines, what turns the direction of writing, halves of characters.
+# Control characters, line ends, marks that turn the direction of writing, lone surrogates.
 _UNPRINTABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -417,7 +419,7 @@ class Context:
         200 characters, and a fraction that is no number from 0 to 1 counts as None.
         """
         known = None
-        with contextlib.suppress(Exception):  # what is no number compares as it likes
+        with contextlib.suppress(Exception):  # objects that are no numbers may raise anything here
             if fraction is not None and type(fraction) is not bool:
                 known = float(fraction) if 0 <= fraction <= 1 else None
         self.reported = _cut(_told(lambda: str(text)), 200), known
@@ -426,7 +428,10 @@ class Context:
 
     @contextlib.contextmanager
     def _on_cancel(self, act: Callable[[], object]) -> Iterator[None]:
-        """Call `act`, which must not raise or wait, if it is cancelled in this block, or was."""
+        """Call `act` once the context is cancelled, if that is before this block ends.
+
+        `act` must not raise and must not wait.
+        """
         with self._guard:
             late = self._event.is_set()
             self._acts.append(act)
@@ -489,7 +494,7 @@ class _Gone(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Answer:
-    """What is sent; `part` is (file, offset, count) where the bytes are a file's."""
+    """What is sent to the client; `part` is (file, offset, count) where the body is a file's bytes."""
 
     status: int
     body: bytes = b""
@@ -555,7 +560,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _hang_up(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
-    """End a connection that another thread may be reading or writing; that thread closes it."""
+    """End a connection that another thread is reading or writing; that thread then closes it."""
     with contextlib.suppress(OSError):
         connection.shutdown(how)
 
@@ -570,7 +575,7 @@ def _has_left(connection: socket.socket) -> bool:
         return _LEAVING != select.POLLIN or not connection.recv(1, socket.MSG_PEEK)
     except (ConnectionError, ValueError):  # it was reset, or is closed here
         return True
-    except OSError:  # nobody knows; the next look tells
+    except OSError:  # the look itself failed; there is another one soon
         return False
 
 
@@ -601,7 +606,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     MessageClass = _Headers
-    disable_nagle_algorithm = True  # it makes a file behind its header wait for the client's ACK
+    disable_nagle_algorithm = (
+        True  # with it a file would wait until the client has acknowledged its header
+    )
     server: _HTTPServer
     rfile: io.BufferedReader
 
@@ -650,12 +657,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         log.debug("%s %s %d in %d ms", self.command, path, answer.status, took_ms)
         if self.close_connection:
             self._close_politely()
-        elif unread:  # and must not become the next request
+        elif unread:  # what is left of the body must not be taken for the next request
             self.server.set_deadline(self.connection, IDLE_TIMEOUT_S)
             self.rfile.read(self.body_left)
 
     def _read_head(self) -> None:
-        """Read the request's line and headers, which the library parses once they are as they should be."""
+        """Read the request's line and headers, check each, and let the library parse them."""
         lines: list[bytes] = []
         left = MAX_HEAD_BYTES
         while not lines or lines[-1] not in (b"\r\n", b"\n"):
@@ -670,7 +677,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if not lines:
                 if not _REQUEST_LINE.fullmatch(line):
                     raise _malformed("the request line must be a method, a target and HTTP/1.1")
-                self.command = line.split(b" ")[0].decode()  # HEAD has no body, if refused below
+                self.command = line.split(b" ")[0].decode()  # a HEAD that is refused has no body
             elif not _HEADER_LINE.fullmatch(line):
                 raise _malformed(f"header {len(lines)} of the request is no line like Name: value")
             lines.append(line)
@@ -795,7 +802,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.server.set_deadline(self.connection, IDLE_TIMEOUT_S)
             to, size = self.connection.fileno(), min(count, SEND_BYTES)
             if not (sent := os.sendfile(to, file.fileno(), offset, size)):
-                self.close_connection = True  # the file shrank: nobody waits for the rest
+                self.close_connection = True  # the file shrank, so the rest will never come
                 return
             offset, count = offset + sent, count - sent
 
@@ -836,7 +843,7 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
             super().__init__(address[:2], _Handler)  # type: ignore[arg-type]
         except OSError as error:
             raise OSError(error.errno, error.strerror, f"{host}:{port}") from None
-        # The address, not the host: without a key no other name is answered to.
+        # The URL has the address, since without a key a request to another name is refused.
         bound = str(address[0])
         shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound, bound)
         self.url = f"http://{f'[{shown}]' if ':' in shown else shown}:{self.server_port}"
@@ -919,6 +926,9 @@ class _HTTPServer(http.server.ThreadingHTTPServer):
         for connection, ctx in watched:
             if _has_left(connection):
                 ctx.cancel(CLIENT_LEFT)
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def stop(self) -> None:
         """Take no new request, let the running ones end within STOP_GRACE_S, then give them up."""
@@ -1016,7 +1026,7 @@ _DEPLOYMENT_COLUMNS = (
     " created_at, completed_at"
 )
 _MODEL_KEYS, _DEPLOYMENT_KEYS = _MODEL_COLUMNS.split(", "), _DEPLOYMENT_COLUMNS.split(", ")
-# NUL is no text to PostgreSQL, a lone surrogate to neither database.
+# PostgreSQL stores no NUL, and neither database a lone surrogate.
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 
 
@@ -1025,7 +1035,7 @@ def _storable(text: str) -> str:
 
 
 def _column(value: object) -> object:
-    """Return what is stored for a value: JSON for an object or a list, a text that can be stored."""
+    """Return what is stored for a value: the JSON of an object or a list, a text made storable."""
     if isinstance(value, dict | list):
         return _encode_json(value)
     return _storable(value) if isinstance(value, str) else value
@@ -1033,6 +1043,12 @@ def _column(value: object) -> object:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def _rfc3339(time: object) -> object:
+    """Return a time as it is shown; PostgreSQL's own text, like 2026-01-02 03:04:05+00, needs it."""
+    text = str(time)
+    return text[:-3].replace(" ", "T") + "Z" if text.endswith("+00") else time
 
 
 def _stored(text: object, kind: type[Any]) -> Any:
@@ -1061,6 +1077,7 @@ def _model_from(row: Sequence[Any]) -> TrainedModel:
             "final_loss": loss if isinstance(loss, int | float) and math.isfinite(loss) else None,
             "params": _stored(fields["params"], dict),
             "files": tuple(_file_from(entry) for entry in _stored(fields["files"], list)),
+            "created_at": _rfc3339(fields["created_at"]),
         }
     )
 
@@ -1069,6 +1086,8 @@ def _deployment_from(row: Sequence[Any]) -> Json:
     fields = dict(zip(_DEPLOYMENT_KEYS, row, strict=True))
     fields["options"] = _stored(fields["options"], dict)
     fields["details"] = _stored(fields["details"], dict)
+    for name in ("created_at", "completed_at"):
+        fields[name] = _rfc3339(fields[name])
     return fields
 
 
@@ -1099,7 +1118,7 @@ class _Store:
         raise NotImplementedError
 
     def _tables(self) -> dict[str, str]:
-        """Return the statements that make what is missing, by its name; the rest is left as it is."""
+        """Return the statements that make the tables and the index where they are missing, by name."""
         models = """CREATE TABLE IF NOT EXISTS gb_trained_models (
             id {key}, name TEXT NOT NULL, job_id TEXT NOT NULL UNIQUE, base_model TEXT,
             model_size TEXT, dataset TEXT, num_examples {whole}, num_train_steps {whole},
@@ -1202,7 +1221,7 @@ class _Store:
 class _SQLite(_Store):
     """The records in one file, made when missing; a reader never waits for a writer."""
 
-    _errors = (sqlite3.Error, OverflowError, UnicodeError)  # SQLite may quote what is no UTF-8
+    _errors = (sqlite3.Error, OverflowError, UnicodeError)  # an error's text may not be UTF-8
     _types: ClassVar = {
         "key": "INTEGER PRIMARY KEY AUTOINCREMENT",
         "whole": "INTEGER",
@@ -1254,7 +1273,7 @@ class _SQLite(_Store):
             self._usable = True
 
     def _switch_to_wal(self) -> None:
-        """Switch to a write-ahead log; for this SQLite does not wait for others who open it."""
+        """Switch to a write-ahead log; try again where SQLite does not wait for others that open it."""
         end = time.monotonic() + BUSY_TIMEOUT_S
         while True:
             try:
@@ -1284,7 +1303,7 @@ class _SQLite(_Store):
                 self._usable = False  # it never recovers from these by itself
             if "decode" not in str(error):
                 raise
-            # Others wrote what is no UTF-8: from now on this connection reads it, more slowly.
+            # A row that others wrote is not UTF-8: this connection reads such text from now on.
             connection.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
             return connection.execute(sql, values).fetchall()
         finally:
@@ -1296,17 +1315,6 @@ class _SQLite(_Store):
             for connection in self._connections.values():
                 connection.close()
             self._usable = True  # so that a late statement opens nothing: it fails
-
-
-def _text_of_times(psycopg: Any) -> Any:
-    """Return a loader of times as text, in RFC 3339 as far as it reaches: infinity is no datetime."""
-
-    class Time(psycopg.types.string.TextLoader):  # type: ignore[misc]
-        def load(self, data: Any) -> str:
-            text = str(super().load(data))
-            return text[:-3].replace(" ", "T") + "Z" if text.endswith("+00") else text
-
-    return Time
 
 
 def _bounded_connection(psycopg: Any) -> Any:
@@ -1358,12 +1366,12 @@ class _PostgreSQL(_Store):
         except psycopg.ProgrammingError:
             raise ValueError("the database's URL is malformed") from None  # it may hold a password
 
-        # Tables that others made may have JSON as such: it is read as the text it is to us.
+        # All is read as text: infinity and years BC are no datetime, and a table that others made may
+        # have columns of type JSON.
         plain = psycopg.types.string.TextLoader
-        times = _text_of_times(psycopg)
-        self._loaders = {"timestamptz": times, "json": plain, "jsonb": plain}
+        self._loaders = dict.fromkeys(("timestamptz", "json", "jsonb"), plain)
         self._errors = (psycopg.Error, OSError)
-        # No prepared statements: they do not survive a pooler between us and the database.
+        # No statement is prepared, since a pooler in between would not know it the next time.
         settings: Json = {
             "prepare_threshold": None,
             "connect_timeout": 4,
@@ -1381,7 +1389,7 @@ class _PostgreSQL(_Store):
                     raise ValueError(f"the database must be one in UTF8, this one is in {encoding}")
                 connection.execute("SELECT pg_advisory_xact_lock(7349874591868649335)")
                 for name, statement in self._tables().items():
-                    # IF NOT EXISTS would ask for the right to make what is there.
+                    # To create IF NOT EXISTS needs the right to create, even where the table exists.
                     if connection.execute("SELECT to_regclass(%s)", [name]).fetchone() == (None,):
                         connection.execute(statement)
         except BaseException:
@@ -1439,7 +1447,7 @@ def open_store(database: str | os.PathLike[str]) -> _Store:
         return _SQLite(Path(os.path.abspath(database)))
     if scheme != "postgresql":
         raise ValueError("the database is of no known kind: give a path or a postgresql:// URL")
-    # A password with an unescaped @, / or : would be taken for a host, and told in an error.
+    # Of a password with an unescaped @, / or : a part would be taken for a host, and told in an error.
     authority = re.split("[/?#]", rest, maxsplit=1)[0]
     user, _, hosts = authority.rpartition("@")
     path = rest.removeprefix(authority).partition("?")[0]
@@ -1453,7 +1461,7 @@ def open_store(database: str | os.PathLike[str]) -> _Store:
 # Knows safe names, how to reach a file below no link, and digests. May use: context, types.
 
 _JOB_ID = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
-# A link is not followed, a FIFO not waited for.
+# How files are opened: a link is not followed, a FIFO not waited for.
 _IN_PLACE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -1574,7 +1582,7 @@ def _walk(ctx: Context, root: Path, parts: Sequence[str]) -> list[str]:
     no such directory, or one below it cannot be read; Cancelled.
     """
     paths, others = [], []
-    unread: list[list[str]] = [[]]  # directories, which may nest deeper than calls do
+    unread: list[list[str]] = [[]]  # a list, since directories may nest deeper than calls can
     while unread:
         folders = unread.pop()
         with _directory(root, [*parts, *folders]) as directory:
@@ -1654,7 +1662,7 @@ def _dial(
                 continue
             connection.settimeout(timeout)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            # A descriptor of its own, since TLS takes over the other one and its reader closes it.
+            # A duplicate to hang up by, since TLS takes over the socket, and its reader closes it.
             twin = held.enter_context(connection.dup())
             held.enter_context(ctx._on_cancel(functools.partial(_hang_up, twin)))
             opened.pop_all()
@@ -1721,7 +1729,7 @@ def _open_url(
             ctx.raise_if_cancelled()
             text = f"no answer from {server.netloc}: {_why(error)}"
             raise _Failed(text, again=True) from error
-        except ValueError:  # the proxy's, whose text would tell its password
+        except ValueError:  # it is about the proxy's URL, and its text would tell the password
             text = f"no answer from {server.netloc}: the environment's proxy has a malformed URL"
             raise _Failed(text) from None
         with response:
@@ -1800,7 +1808,8 @@ class SidecarClient:
                 if reached() > best:
                     best, failures = reached(), 0
                 failures += 1
-                # A sidecar may echo the token, which must not get into an error, nor a part of it.
+                # A sidecar may echo the token. It is replaced before the text is cut, which could leave
+                # a part of it.
                 told = str(failed).replace(self._token or "\0", "…")
                 text = f"{what}: {told:.1000}"
                 if not failed.again:
@@ -1838,7 +1847,9 @@ class SidecarClient:
                 raise _Failed(_refused(ctx, response, 206 if start else 200))
             for name, known in (("Content", ("identity", "")), ("Transfer", ("chunked",))):
                 for coding in headers.get_all(f"{name}-Encoding", []):
-                    if coding.lower() not in known:  # a blank behind it counts for http.client
+                    if (
+                        coding.lower() not in known
+                    ):  # http.client takes "chunked " for another coding
                         raise _Failed(f"expected no {name}-Encoding, got {coding}")
             missing = w.size - w.received
             for length in headers.get_all("Content-Length", []):
@@ -1899,7 +1910,7 @@ class SidecarClient:
 
 
 class _SidecarDirectory:
-    """The other side: serves the models in `root`, directories `trained/<job id>/`, no more."""
+    """The sidecar's own side: serves the directories `trained/<job id>/` in `root`, and no more."""
 
     def __init__(self, root: str) -> None:
         if not os.path.isdir(root):
@@ -1951,7 +1962,7 @@ class _SidecarDirectory:
                         _directory(self._root, [*parts, *folders]) as directory,
                         _open_regular(name, directory) as file,
                     ):
-                        # What is no UTF-8 gets backslashes, with which no path is ever recorded.
+                        # A name that is not UTF-8 gets backslashes, and is refused when it is recorded.
                         path = os.fsencode(path).decode(errors="backslashreplace")
                         size = os.fstat(file.fileno()).st_size
                         listed.append(TrainedModelFile(path, size, _digest(ctx, file)))
@@ -2007,7 +2018,7 @@ class ModelFileFetcher(Protocol):
 
 
 class _HashBehind:
-    """A sha256 that a second thread computes, up to 4 blocks behind who writes them."""
+    """A sha256 that a second thread computes, up to 4 blocks behind the thread that writes."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -2045,8 +2056,8 @@ class _Incoming:
         self._file: io.FileIO | None = None
         self._new_hash: Callable[[], Any] = hashlib.sha256
         self._hash: Any = None
-        # Guards the file, its hash and received, for one write: a fetcher may have several threads,
-        # and one that it gave up may wake late.
+        # Guards _file, _hash and received; held for one write. A fetcher may write from several
+        # threads, and a thread that it has given up may write late.
         self._guard = threading.Lock()
 
     @contextlib.contextmanager
@@ -2167,7 +2178,7 @@ def _look(ctx: Context, file: _Incoming) -> None:
     except FileNotFoundError:
         pass
     except PermissionError:
-        file.state = "wrong sha256"  # nobody can say that it is right
+        file.state = "wrong sha256"  # it cannot be read, so it is fetched again
     except OSError as error:
         raise OSError(error.errno, error.strerror, file.path) from None
 
@@ -2181,7 +2192,7 @@ def _each(
 ) -> None:
     """Call `work` for every file, up to 8 at once, the largest first; a failure ends the others.
 
-    A single file, or some that are small in all, are worked on in this thread: more would not pay.
+    A single file, and files of no more than `small_bytes` in all, are worked on in this thread.
     """
     if len(files) <= 1 or sum(file.size for file in files) <= small_bytes:
         for file in files:
@@ -2200,10 +2211,10 @@ def _each(
 
 @contextlib.contextmanager
 def _locked(ctx: Context, dir: Path) -> Iterator[None]:
-    """Hold the lock of `dir`, which guards what is in it, across threads and processes, for one fetch.
+    """Hold the lock that guards the files of `dir`, across threads and processes, for one fetch.
 
-    The lock's file, beside the directory, is never removed: whoever waits for it has it open.
-    Waiting is by short pauses, since nothing ends a blocked flock.
+    The lock's file, beside the directory, is never removed, since others may have it open and wait.
+    They wait by short pauses, since nothing could end a blocking flock.
     """
     name, flags = f".{dir.name}.lock", os.O_RDWR | os.O_CREAT | _IN_PLACE
     descriptor = os.open(dir.parent / name, flags, 0o666)
@@ -2349,7 +2360,7 @@ def fetch_model_files(
     except OSError as error:
         if not progress.complete:
             raise _upstream(f"{error.filename or dir}: {error.strerror or error}") from None
-    if changed := _changed(ctx, files):  # by others, or by a file system that ignores case
+    if changed := _changed(ctx, files):  # others did, or two names are one file here
         for file in changed:
             file.outcome = ""
         raise _upstream(f"{changed[0].path}: changed while other files were fetched or read")
@@ -2603,7 +2614,7 @@ def _abandonable(ctx: Context, work: Callable[[], T]) -> T | BaseException:
         thread.start()
         while thread.is_alive() and not ctx.abandoned:
             thread.join(LOOK_INTERVAL_S)
-    except KeyboardInterrupt:  # in a script that deploys from its main thread
+    except KeyboardInterrupt:  # a script deploys from its main thread
         ctx.cancel("interrupted")
         return _Interrupted(ctx.reason)
     except RuntimeError as error:  # no thread can be had
@@ -2651,7 +2662,7 @@ def _copy_of(model: TrainedModel) -> TrainedModel:
 def _announce(
     system_event: SystemEventHook | None, status: str, event: Json, progress: Progress, ref: str
 ) -> None:
-    """Log how a deployment ended; call the hook, which changes nothing, whatever it does."""
+    """Log how a deployment ended, and call the hook; whatever that does changes nothing."""
     level, end, deploy_id = logging.INFO, f"ref {ref}", event["deploy_id"]
     if "error" in event:
         level, end = logging.WARNING, event["error"]
@@ -3448,7 +3459,7 @@ class _API:
     deployers: Sequence[TrainedModelDeployer]
     root: Path
     system_event: SystemEventHook | None
-    # One entry a deployment at work here; single operations on a dict need no lock.
+    # The deployments at work here, by id. A single operation on a dict needs no lock.
     running: dict[int, Progress] = dataclasses.field(default_factory=dict)
 
     def routes(self, *, training: bool) -> Routes:
@@ -3621,8 +3632,7 @@ class Server:
             api = _API(store, sidecar, self._deployers, self._root, self._system_event)
             routes = api.routes(training=self._training)
             http_server = _HTTPServer(self._host, self._port, routes, self._key, "/v1/")
-            held.callback(http_server.stop)
-            self.url = http_server.url
+            self.url = held.enter_context(http_server).url
             self._log_start()
             self._held.push(held.pop_all())
         return self
@@ -3647,8 +3657,7 @@ class Server:
         if "://" in self._sidecar:
             return SidecarClient(self._sidecar, self._token)
         routes, token = _SidecarDirectory(self._sidecar).routes(), os.urandom(16).hex()
-        own = _HTTPServer("127.0.0.1", 0, routes, token, "")
-        held.callback(own.stop)
+        own = held.enter_context(_HTTPServer("127.0.0.1", 0, routes, token, ""))
         return SidecarClient(own.url, token)
 
 
@@ -3703,16 +3712,10 @@ def serve(*, stop: threading.Event | None = None, **options: Any) -> None:
 # Knows argv, the environment, the terminal and exit codes. May use: server and all above.
 
 
-def _port(text: str) -> int:
-    if not re.fullmatch("[0-9]{1,5}", text) or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 (any free port) to 65535")
+def _number(text: str, least: int = 0, most: int = 65535) -> int:
+    if not re.fullmatch("[0-9]{1,18}", text) or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no number from {least} to {most}")
     return int(text)
-
-
-def _limit(text: str) -> str:
-    if not re.fullmatch("[1-9][0-9]*", text):
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is no whole number from 1")
-    return text
 
 
 def _server_url(text: str) -> str:
@@ -3745,13 +3748,13 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, help: str, epilog: str = "") -> Callable[..., object]:
         words: Json = {"help": help, "description": help, "epilog": epilog}
         made = commands.add_parser(name, parents=[common], **words)
-        # A flag that is absent leaves no value, so that an option given in code holds.
+        # A flag that is absent leaves no value, so that an option of `main` keeps its own.
         return functools.partial(made.add_argument, default=argparse.SUPPRESS)
 
     environment = "Keys come from the environment: GLIGABAO_API_KEY, GLIGABAO_SIDECAR_TOKEN."
     add = command("serve", "Serve the API and the page.", environment)
     add("--host", help="address to serve on; others than loopback need a key (127.0.0.1)")
-    add("--port", type=_port, help="port to serve on, 0 for any free one (7878)")
+    add("--port", type=_number, help="port to serve on, 0 for any free one (7878)")
     add("--database", help="SQLite file or postgresql:// URL (build/gligabao.db)")
     add("--training", action="store_true", help="switch the training API on")
     add("--sidecar", help="URL of a sidecar, or a directory with trained/<job id>/ in it")
@@ -3760,14 +3763,15 @@ def _parser() -> argparse.ArgumentParser:
     add = command("sidecar", "Serve a directory of models as a sidecar.", environment)
     add("directory", metavar="DIR", help="directory with trained/<job id>/ in it")
     add("--host", help="address to serve on; others than loopback need a token (127.0.0.1)")
-    add("--port", type=_port, help="port to serve on, 0 for any free one (7879)")
+    add("--port", type=_number, help="port to serve on, 0 for any free one (7879)")
 
     def client(name: str, help: str, *words: str, codes: str = "") -> Callable[..., object]:
         add = command(name, help, f"{codes}The key comes from the environment: GLIGABAO_API_KEY.")
         if "model" in words:
             add("model", metavar="MODEL", help="its id, or its job: my-job, or job:123 for digits")
         if "limit" in words:
-            add("--limit", type=_limit, metavar="N", help="how many of the newest (100)")
+            limit = functools.partial(_number, least=1, most=500)
+            add("--limit", type=limit, metavar="N", help="how many of the newest, to 500 (100)")
         if "json" in words:
             add("--json", action="store_true", help="print the server's answer instead of a table")
         add("--url", type=_server_url, help="where the server is (http://127.0.0.1:7878)")
@@ -3788,7 +3792,7 @@ def _parser() -> argparse.ArgumentParser:
     client("audit", "Check a model's files on the server's disk.", "model", "json", codes=codes)
     add = command("demo", "Deploy a small model here, in a temporary directory that is removed.")
     add("--once", action="store_true", help="deploy once, print the record, and end")
-    add("--port", type=_port, help="port to serve on (7878, or any free one)")
+    add("--port", type=_number, help="port to serve on (7878, or any free one)")
     return parser
 
 
@@ -3796,9 +3800,7 @@ def _run_sidecar(options: Json) -> int:
     token = _secret(os.environ.get("GLIGABAO_SIDECAR_TOKEN"), "GLIGABAO_SIDECAR_TOKEN")
     routes = _SidecarDirectory(options["directory"]).routes()
     host, port = options.get("host", "127.0.0.1"), options.get("port", 7879)
-    with _until_stopped() as wait, contextlib.ExitStack() as held:
-        server = _HTTPServer(host, port, routes, token, "")
-        held.callback(server.stop)
+    with _until_stopped() as wait, _HTTPServer(host, port, routes, token, "") as server:
         who = "who has the token" if token else "this machine"
         log.info("the sidecar serves %s at %s to %s", options["directory"], server.url, who)
         wait()
@@ -3849,7 +3851,7 @@ def _release_deployer(releases: Path) -> DeployTrainedModelFunc:
 
 
 def _bytes(count: object) -> str:
-    if not isinstance(count, int | float):  # other programs may have written what is no number
+    if not isinstance(count, int | float):  # a row that another program wrote may hold anything
         return ""
     units = iter(("B", "kB", "MB", "GB", "TB"))
     unit = next(units)
@@ -3866,7 +3868,9 @@ def _duration(ms: int) -> str:
 
 
 def _time(text: str) -> str:
-    with contextlib.suppress(ValueError, OverflowError):  # what others wrote may be no time
+    with contextlib.suppress(
+        ValueError, OverflowError
+    ):  # a row that another program wrote may hold no time
         text = f"{datetime.datetime.fromisoformat(text).astimezone():%Y-%m-%d %H:%M}"
     return text
 
@@ -3878,7 +3882,7 @@ def _width(text: str) -> int:
 
 
 def _fit(text: str, width: int, right: bool = False) -> str:
-    """Return a text of just this width, cut with a mark or filled up on one side."""
+    """Return a text that takes just this width: cut, and marked so, or filled up on one side."""
     if _width(text) > width:
         ends = itertools.accumulate(map(_width, text))
         text = "".join(letter for letter, end in zip(text, ends, strict=True) if end < width) + "…"
@@ -3887,7 +3891,7 @@ def _fit(text: str, width: int, right: bool = False) -> str:
 
 
 def _say(text: str) -> None:
-    """Print on standard output what it can show; that nobody reads on is no failure."""
+    """Print a text, as far as the terminal's encoding has it; a reader that has left is no failure."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     with contextlib.suppress(BrokenPipeError):
         print(text.encode(encoding, "replace").decode(encoding), flush=True)
@@ -3913,8 +3917,8 @@ def _ask(
 ) -> Json:
     """Return the JSON object that the server at --url answers with, with status 200, 201 or `also`.
 
-    Raises ValueError in words: the server's own, or which server gave no answer or another one; then
-    `hint` says where to look.
+    Raises ValueError with the words of the server's error; or, where no gligabao server answered, with
+    what came instead, and `hint`, which says where to look.
     """
     server = options.get("url", "http://127.0.0.1:7878")
     key = _secret(os.environ.get("GLIGABAO_API_KEY"), "GLIGABAO_API_KEY")
@@ -4048,7 +4052,7 @@ def _follow(ctx: Context, options: Json, path: str) -> None:
     """Show once a second how far the newest running deployment by this deployer is."""
     while not ctx.wait(1):
         text, width = "waiting", 80
-        with contextlib.suppress(Exception):  # it is only to look at; the answer tells
+        with contextlib.suppress(Exception):  # what is shown is only to look at; the answer decides
             rows = _ask(options, "GET", path)["deployments"]
             key = "running", options["deployer"]
             found = (row for row in rows if (row["status"], row["deployer"]) == key)
@@ -4084,12 +4088,8 @@ def _run_deploy(options: Json) -> int:
 
 
 _CLIENTS = {
-    "record": _run_record,
-    "models": _run_models,
-    "deployers": _run_deployers,
-    "history": _run_history,
-    "audit": _run_audit,
-    "deploy": _run_deploy,
+    run.__name__.removeprefix("_run_"): run
+    for run in (_run_record, _run_models, _run_deployers, _run_deploy, _run_history, _run_audit)
 }
 
 
@@ -4183,7 +4183,7 @@ def _run(argv: Sequence[str] | None, options: Json) -> int:
         return 130
     except Exception as error:  # the border to the person at the terminal: one line, whatever it is
         text = " ".join(_text_of(error).split())
-        for secret in filter(None, keys.values()):  # which an odd server may echo
+        for secret in filter(None, keys.values()):  # an odd server may have echoed it
             text = text.replace(secret, "…")
         print(f"gligabao: {_UNPRINTABLE.sub('?', text)}", file=sys.stderr)
         return 1
